@@ -1,0 +1,231 @@
+"""A call's arguments → plans and inputs: the part of both adapters that does not depend on the framework."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from duohead import checks
+from duohead.fields import Number
+from duohead.loss import Loss
+from duohead.plan import Plan, make_plan
+from duohead.spec import HeadSpec
+from duohead.terms import CrossEntropy
+
+Array = Any
+
+
+class Pass(NamedTuple):
+    """One fused pass: its plan, the values of its hyperparameters, and its arrays in the plan's order."""
+
+    plan: Plan
+    hyper: list[Number]
+    teachers: tuple[Array, ...]
+    tokens: tuple[Array, ...]
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call by name, as the user gave them (a HeadSpec already taken apart)."""
+
+    losses: Mapping[str, Loss]
+    labels: Array | None
+    mask: Array | None
+    teacher_logits: Mapping[str, Array]
+    ref_logprobs: Mapping[str, Array]
+    inputs: Mapping[str, Array | None]
+    segment_ids: Array | None
+    preference_pairs: Array | None
+    num_segments: int
+    counts: Mapping[str, Number | None]
+    logits_scale_factor: Number
+    final_logit_softcap: Number | None
+    vocab_size: int | None
+    metrics: tuple[str, ...]
+    tokens: tuple[str, ...]
+    implementation: str
+
+
+def take_apart(
+    losses: Mapping[str, Loss] | HeadSpec | None,
+    logits_scale_factor: Number,
+    final_logit_softcap: Number | None,
+    vocab_size: int | None,
+    metrics: Sequence[str],
+    tokens: Sequence[str],
+    implementation: str,
+) -> tuple[Mapping[str, Loss], Number, Number | None, int | None, Sequence[str], Sequence[str], str]:
+    """A HeadSpec's fields stand in for arguments that were left at their defaults."""
+    if not isinstance(losses, HeadSpec):
+        if losses is None or len(losses) == 0:
+            losses = {"ce": CrossEntropy()}
+        return losses, logits_scale_factor, final_logit_softcap, vocab_size, metrics, tokens, implementation
+    head = losses
+    if isinstance(logits_scale_factor, (int, float)) and logits_scale_factor == 1.0:
+        logits_scale_factor = head.logits_scale_factor
+    return (
+        head.losses,
+        logits_scale_factor,
+        head.final_logit_softcap if final_logit_softcap is None else final_logit_softcap,
+        head.vocab_size if vocab_size is None else vocab_size,
+        metrics or head.metrics,
+        tokens or head.tokens,
+        head.loss_implementation if implementation == "auto" else implementation,
+    )
+
+
+def check_arguments(
+    logits: Array,
+    *,
+    losses: Mapping[str, Loss] | HeadSpec | None,
+    labels: Array | None,
+    mask: Array | None,
+    teacher_logits: Any,
+    advantages: Array | None,
+    old_logprobs: Array | None,
+    ref_logprobs: Any,
+    importance_weights: Array | None,
+    segment_ids: Array | None,
+    preference_pairs: Array | None,
+    num_segments: int | None,
+    num_tokens: Number | None,
+    num_sequences: Number | None,
+    num_pairs: Number | None,
+    logits_scale_factor: Number,
+    final_logit_softcap: Number | None,
+    vocab_size: int | None,
+    metrics: Sequence[str],
+    tokens: Sequence[str],
+    implementation: str,
+    sequence_ranks: int = 1,
+) -> Arguments:
+    """Checks every argument; each fault is one error that names it and says what would be right."""
+    losses, logits_scale_factor, final_logit_softcap, vocab_size, metrics, tokens, implementation = take_apart(
+        losses, logits_scale_factor, final_logit_softcap, vocab_size, metrics, tokens, implementation
+    )
+    checks.check_logits(logits, vocab_size)
+    checks.check_losses(losses)
+    metrics, tokens = checks.check_requests(metrics, tokens)
+    checks.check_scale(logits_scale_factor, final_logit_softcap)
+    if labels is not None:
+        checks.check_tokens("labels", labels, logits, integer=True)
+    if mask is not None:
+        checks.check_tokens("mask", mask, logits, boolean=True)
+    teachers = checks.by_name(
+        "teacher_logits", teacher_logits, [loss.teacher[0] for loss in losses.values() if loss.teacher is not None]
+    )
+    for model, array in teachers.items():
+        checks.check_teacher(model, array, logits)
+    references = (
+        dict(ref_logprobs)
+        if isinstance(ref_logprobs, Mapping)
+        else ({} if ref_logprobs is None else {"": ref_logprobs})
+    )
+    for model, array in references.items():
+        checks.check_tokens(f"ref_logprobs[{model!r}]" if model else "ref_logprobs", array, logits)
+    if segment_ids is not None:
+        checks.check_tokens("segment_ids", segment_ids, logits, integer=True)
+    if preference_pairs is not None:
+        checks.check_pairs(preference_pairs)
+    inputs = {
+        "advantages": advantages,
+        "old_logprobs": old_logprobs,
+        "importance_weights": importance_weights,
+    }
+    for name, array in inputs.items():
+        if array is None:
+            continue
+        if name == "advantages" and checks.is_per_segment(array, logits):
+            if segment_ids is None:
+                raise ValueError(
+                    f"advantages: one per segment ({checks.describe(array)}) needs segment_ids; one per token "
+                    f"has shape {tuple(logits.shape[:-1])}"
+                )
+            num_segments = array.shape[0] if num_segments is None else num_segments
+            continue
+        checks.check_tokens(name, array, logits)
+    counts = {"num_tokens": num_tokens, "num_sequences": num_sequences, "num_pairs": num_pairs}
+    for name, count in counts.items():
+        checks.check_count(name, count)
+    if num_segments is None:
+        num_segments = sequence_ranks * checks.token_count(logits)
+    return Arguments(
+        losses,
+        labels,
+        mask,
+        teachers,
+        references,
+        inputs,
+        segment_ids,
+        preference_pairs,
+        num_segments,
+        counts,
+        logits_scale_factor,
+        final_logit_softcap,
+        vocab_size,
+        metrics,
+        tokens,
+        implementation,
+    )
+
+
+def make_pass(arguments: Arguments, losses: Mapping[str, Loss], with_head: bool = True) -> Pass:
+    """The pass over some of the call's losses; ``with_head``: also over the head's metrics and token outputs."""
+    present = {
+        **arguments.inputs,
+        "labels": arguments.labels,
+        "segment_ids": arguments.segment_ids,
+        "preference_pairs": arguments.preference_pairs,
+    }
+    given = checks.given_inputs(present, arguments.teacher_logits, arguments.ref_logprobs)
+    plan, hyper = make_plan(
+        losses,
+        given,
+        logits_scale_factor=arguments.logits_scale_factor,
+        final_logit_softcap=arguments.final_logit_softcap,
+        head_metrics=arguments.metrics if with_head else (),
+        tokens=arguments.tokens if with_head else (),
+        num_tokens=arguments.counts["num_tokens"],
+        num_sequences=arguments.counts["num_sequences"],
+        num_pairs=arguments.counts["num_pairs"],
+    )
+    check_labels_given(arguments, losses, plan)
+    return Pass(
+        plan,
+        hyper,
+        tuple(arguments.teacher_logits[name] for name in plan.teacher_names),
+        tuple(_token_array(arguments, name) for name in plan.input_names),
+    )
+
+
+def _token_array(arguments: Arguments, name: str) -> Array:
+    if name.startswith("ref_logprobs"):
+        _, _, reference = name.partition("/")
+        return arguments.ref_logprobs[reference]
+    return arguments.inputs[name]
+
+
+def check_labels_given(arguments: Arguments, losses: Mapping[str, Loss], plan: Plan) -> None:
+    """Labels may be absent only where nothing needs the label's log-probability."""
+    if arguments.labels is not None or not plan.needs_labels:
+        return
+    for name, loss in losses.items():
+        planned = next(item for item in plan.losses if item.name == name)
+        operands = [operand for part in planned.parts for operand in part.operands]
+        sums = [plan.sums[operand.index - 1].base for operand in operands if _is_sum(operand)]
+        if any(operand.name == "logprob" for operand in (*operands, *sums)):
+            raise ValueError(f"labels: loss {name!r} ({loss.type}) needs them, none were given")
+    raise ValueError("labels: a metric or token output that was asked for needs them, none were given")
+
+
+def _is_sum(operand: Any) -> bool:
+    return operand.source in ("sequence", "carried", "chosen", "rejected") and operand.index > 0
+
+
+def make_passes(arguments: Arguments) -> list[Pass]:
+    """One pass over everything, or with ``per_loss`` one for each loss."""
+    if arguments.implementation != "per_loss":
+        return [make_pass(arguments, arguments.losses)]
+    return [
+        make_pass(arguments, {name: loss}, with_head=i == 0)
+        for i, (name, loss) in enumerate(arguments.losses.items())
+    ]

@@ -1,0 +1,280 @@
+"""Preference losses over pairs of sequences (DPO, SimPO, ORPO) and over single ones (KTO)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from duohead.fields import Number, choice, number, text
+from duohead.loss import Loss, Measurement, Output, Part, register
+from duohead.namespace import exp, log, maximum, minimum, sigmoid, where
+from duohead.term import Measure, Term
+
+
+def softplus(x):  # type: ignore[no-untyped-def]
+    """log(1 + e^x) without overflow: −log σ(h) = softplus(−h)."""
+    return maximum(x, 0.0) + log(1.0 + exp(minimum(x, -x)))
+
+
+def sigmoid_loss(h):  # type: ignore[no-untyped-def]
+    return softplus(-h), -sigmoid(-h)
+
+
+def hinge_loss(h):  # type: ignore[no-untyped-def]
+    return maximum(1.0 - h, 0.0), where(h < 1.0, -1.0, 0.0)
+
+
+def dpo_sigmoid(chosen, rejected, beta, label_smoothing):  # type: ignore[no-untyped-def]
+    h = beta * (chosen - rejected)
+    kept, slope = sigmoid_loss(h)
+    flipped, flipped_slope = sigmoid_loss(-h)
+    value = (1.0 - label_smoothing) * kept + label_smoothing * flipped
+    slope = beta * ((1.0 - label_smoothing) * slope - label_smoothing * flipped_slope)
+    return value, slope, -slope
+
+
+def dpo_hinge(chosen, rejected, beta, label_smoothing):  # type: ignore[no-untyped-def]
+    h = beta * (chosen - rejected)
+    kept, slope = hinge_loss(h)
+    flipped, flipped_slope = hinge_loss(-h)
+    value = (1.0 - label_smoothing) * kept + label_smoothing * flipped
+    slope = beta * ((1.0 - label_smoothing) * slope - label_smoothing * flipped_slope)
+    return value, slope, -slope
+
+
+def dpo_ipo(chosen, rejected, beta, label_smoothing):  # type: ignore[no-untyped-def]
+    difference = chosen - rejected
+    target = 0.5 / beta
+    kept = difference - target
+    flipped = -difference - target
+    value = (1.0 - label_smoothing) * kept * kept + label_smoothing * flipped * flipped
+    slope = 2.0 * ((1.0 - label_smoothing) * kept - label_smoothing * flipped)
+    return value, slope, -slope
+
+
+def simpo(chosen_logprob_mean, rejected_logprob_mean, beta, margin):  # type: ignore[no-untyped-def]
+    value, slope = sigmoid_loss(beta * (chosen_logprob_mean - rejected_logprob_mean) - margin)
+    return value, beta * slope, -beta * slope
+
+
+#: a mean log-probability of 0 has infinite odds
+MAX_MEAN_LOGPROB = -1e-7
+
+
+def log_odds(mean_logprob_of_sequence):  # type: ignore[no-untyped-def]
+    mean = minimum(mean_logprob_of_sequence, MAX_MEAN_LOGPROB)
+    # 1 − e^m from e^m would cancel near m = 0: there it is −m − m²/2.
+    complement = where(mean > -1e-3, -mean * (1.0 + 0.5 * mean), 1.0 - exp(mean))
+    return mean - log(complement), 1.0 / complement
+
+
+def orpo(chosen_logprob_mean, rejected_logprob_mean, beta):  # type: ignore[no-untyped-def]
+    chosen_odds, chosen_slope = log_odds(chosen_logprob_mean)
+    rejected_odds, rejected_slope = log_odds(rejected_logprob_mean)
+    value, slope = sigmoid_loss(chosen_odds - rejected_odds)
+    value = beta * value - chosen_logprob_mean
+    return value, beta * slope * chosen_slope - 1.0, -beta * slope * rejected_slope
+
+
+def kto(  # type: ignore[no-untyped-def]
+    reward, advantages_mean, beta, desirable_weight, undesirable_weight, reference_point
+):
+    sign = where(advantages_mean > 0.0, 1.0, where(advantages_mean < 0.0, -1.0, 0.0))
+    weight = where(sign > 0.0, desirable_weight, where(sign < 0.0, undesirable_weight, 0.0))
+    z = beta * sign * (reward - reference_point)
+    # 1 − σ(z) is σ(−z)
+    return weight * sigmoid(-z), -weight * beta * sign * sigmoid(z) * sigmoid(-z)
+
+
+def reward_measure(chosen, rejected, beta):  # type: ignore[no-untyped-def]
+    return (
+        beta * chosen,
+        beta * rejected,
+        beta * (chosen - rejected),
+        where(chosen > rejected, 1.0, 0.0),
+    )
+
+
+def kto_measure(reward, advantages_mean, beta):  # type: ignore[no-untyped-def]
+    desirable = where(advantages_mean > 0.0, 1.0, 0.0)
+    undesirable = where(advantages_mean < 0.0, 1.0, 0.0)
+    return beta * reward, desirable, beta * reward, undesirable
+
+
+def _of(quantity: str) -> dict[str, str]:
+    return {"chosen": f"chosen_{quantity}", "rejected": f"rejected_{quantity}"}
+
+
+_LOSSES = {"sigmoid": dpo_sigmoid, "hinge": dpo_hinge, "ipo": dpo_ipo}
+#: (loss type, is there a reference?) → term; IPO compares token means, the others sums
+_DPO = {
+    (name, with_reference): Term(
+        function,
+        _of(("ref_log_ratio" if with_reference else "logprob") + ("_mean" if name == "ipo" else "_sum")),
+    )
+    for name, function in _LOSSES.items()
+    for with_reference in (True, False)
+}
+_DPO_REWARD = {
+    with_reference: Measure(reward_measure, _of("ref_log_ratio_sum" if with_reference else "logprob_sum"))
+    for with_reference in (True, False)
+}
+_MEAN_REWARD = Measure(reward_measure, _of("logprob_mean"))
+_SIMPO = Term(simpo)
+_ORPO = Term(orpo)
+_KTO = {
+    with_reference: Term(kto, {"reward": "ref_log_ratio_sum" if with_reference else "logprob_sum"})
+    for with_reference in (True, False)
+}
+_KTO_REWARD = {
+    with_reference: Measure(
+        kto_measure, {"reward": "ref_log_ratio_sum" if with_reference else "logprob_sum"}
+    )
+    for with_reference in (True, False)
+}
+_KTO_OUTPUTS = (
+    Output((("rewards_chosen", "mean"),), weight=1),
+    Output(()),
+    Output((("rewards_rejected", "mean"),), weight=3),
+    Output(()),
+)
+_REWARDS = ("rewards_chosen", "rewards_rejected", "margin", "accuracy")
+_REWARD_OUTPUTS = tuple(Output(((name, "mean"),)) for name in _REWARDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLoss(Loss):
+    """A mean over preference pairs; ``token_mean`` means the mean over pairs, ``sum`` their sum."""
+
+    metric_names: ClassVar[tuple[str, ...]] = _REWARDS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reduction not in ("token_mean", "sum", "constant"):
+            raise ValueError(
+                f"reduction: {self.type} is a mean over pairs (token_mean), a sum or constant, got {self.reduction!r}"
+            )
+
+
+@register("dpo")
+@dataclass(frozen=True, kw_only=True)
+class DPO(PairLoss):
+    """Direct preference optimisation over pairs, h = β[(Σ_chosen log p − ref) − (Σ_rejected log p − ref)].
+
+    ``sigmoid`` −log σ(h) (Rafailov et al., 2023, arXiv:2305.18290), ``hinge`` max(0, 1 − h) (SLiC), ``ipo``
+    (h/β − 1/(2β))² on token means (Azar et al., 2023, arXiv:2310.12036); ``label_smoothing`` ε gives
+    (1−ε)·L(h) + ε·L(−h) (cDPO). Reference-free where no ``ref_logprobs`` are given. Needs ``segment_ids`` and
+    ``preference_pairs``.
+
+    >>> DPO(beta=0.3).loss_type
+    'sigmoid'
+    """
+
+    loss_type: str = choice("sigmoid", "which loss of h", tuple(_LOSSES))
+    beta: Number = number(0.1, "β, the inverse temperature of the implicit reward", above=0.0)
+    label_smoothing: Number = number(0.0, "ε, the share of flipped preferences", minimum=0.0, maximum=0.5)
+    reference_model: str | None = text(
+        None, "the name of the reference where `ref_logprobs` is a mapping", optional=True
+    )
+
+    @property
+    def reference(self) -> str | None:
+        return self.reference_model
+
+    def _with_reference(self, given: frozenset[str]) -> bool:
+        return "ref_logprobs" in given or self.reference_model is not None
+
+    def parts(self, given: frozenset[str]) -> tuple[Part, ...]:
+        values = {"beta": self.beta, "label_smoothing": self.label_smoothing}
+        return (Part(_DPO[self.loss_type, self._with_reference(given)], values),)
+
+    def measurements(self, given: frozenset[str]) -> tuple[Measurement, ...]:
+        return (Measurement(_DPO_REWARD[self._with_reference(given)], {"beta": self.beta}, _REWARD_OUTPUTS),)
+
+
+@register("simpo")
+@dataclass(frozen=True, kw_only=True)
+class SimPO(PairLoss):
+    """−log σ(β(mean_chosen log p − mean_rejected log p) − γ) (Meng et al., 2024, arXiv:2405.14734).
+
+    >>> SimPO(margin=0.0).beta
+    2.0
+    """
+
+    beta: Number = number(2.0, "β, the scale of the mean log-probabilities", above=0.0)
+    margin: Number = number(0.5, "γ, the target margin", minimum=0.0)
+
+    def parts(self, given: frozenset[str]) -> tuple[Part, ...]:
+        return (Part(_SIMPO, {"beta": self.beta, "margin": self.margin}),)
+
+    def measurements(self, given: frozenset[str]) -> tuple[Measurement, ...]:
+        return (Measurement(_MEAN_REWARD, {"beta": self.beta}, _REWARD_OUTPUTS),)
+
+
+@register("orpo")
+@dataclass(frozen=True, kw_only=True)
+class ORPO(PairLoss):
+    """−mean_chosen log p + β·(−log σ(log odds_chosen − log odds_rejected)) (Hong et al., 2024, arXiv:2403.07691).
+
+    odds = P/(1 − P) of the sequence's mean-token probability P = exp(mean log p); β is the paper's λ, and the
+    first term its supervised loss on the chosen sequence.
+
+    >>> ORPO().beta
+    0.1
+    """
+
+    beta: Number = number(0.1, "β, the factor of the odds-ratio term (the paper's λ)", minimum=0.0)
+
+    def parts(self, given: frozenset[str]) -> tuple[Part, ...]:
+        return (Part(_ORPO, {"beta": self.beta}),)
+
+    def measurements(self, given: frozenset[str]) -> tuple[Measurement, ...]:
+        return (Measurement(_MEAN_REWARD, {"beta": self.beta}, _REWARD_OUTPUTS),)
+
+
+@register("kto")
+@dataclass(frozen=True, kw_only=True)
+class KTO(Loss):
+    """Kahneman-Tversky optimisation over single sequences (Ethayarajh et al., 2024, arXiv:2402.01306).
+
+    With reward r = Σ log p − ref, weight·(1 − σ(±β(r − z₀))): plus for a desirable sequence (advantage > 0), minus
+    for an undesirable one (advantage < 0). z₀, ``reference_point``, is the paper's detached KL estimate: a runtime
+    value, because an estimate from the sequences at hand would differ between micro-batches.
+
+    >>> KTO(beta=0.2).reduction
+    'sequence_mean_token_mean'
+    """
+
+    metric_names: ClassVar[tuple[str, ...]] = ("rewards_chosen", "rewards_rejected")
+
+    reduction: str = choice(
+        "sequence_mean_token_mean",
+        "how sequences become one scalar",
+        ("token_mean", "sum", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"),
+    )
+    beta: Number = number(0.1, "β, the inverse temperature of the implicit reward", above=0.0)
+    desirable_weight: Number = number(1.0, "λ_D", minimum=0.0)
+    undesirable_weight: Number = number(1.0, "λ_U", minimum=0.0)
+    reference_point: Number = number(0.0, "z₀, in nats", minimum=0.0)
+    reference_model: str | None = text(
+        None, "the name of the reference where `ref_logprobs` is a mapping", optional=True
+    )
+
+    @property
+    def reference(self) -> str | None:
+        return self.reference_model
+
+    def parts(self, given: frozenset[str]) -> tuple[Part, ...]:
+        values = {
+            "beta": self.beta,
+            "desirable_weight": self.desirable_weight,
+            "undesirable_weight": self.undesirable_weight,
+            "reference_point": self.reference_point,
+        }
+        return (Part(_KTO[self._with_reference(given)], values),)
+
+    def measurements(self, given: frozenset[str]) -> tuple[Measurement, ...]:
+        return (Measurement(_KTO_REWARD[self._with_reference(given)], {"beta": self.beta}, _KTO_OUTPUTS),)
+
+    def _with_reference(self, given: frozenset[str]) -> bool:
+        return "ref_logprobs" in given or self.reference_model is not None

@@ -1,0 +1,59 @@
+"""Attaches the one combined gradient to the loss: forward saves [tokens] vectors, backward is the write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from duohead_torch.runner import Setting, Written
+from duohead_torch.trees import flatten, rebuild, structure
+
+
+class _Attach(torch.autograd.Function):
+    """loss → loss, with d loss / d logits = upstream · write(coefficients)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        logits: torch.Tensor,
+        loss: torch.Tensor,
+        runner: Any,
+        setting: Setting,
+        shape: Any,
+        overwrite: bool,
+        *saved: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.runner, ctx.setting, ctx.shape, ctx.overwrite = runner, setting, shape, overwrite
+        ctx.spent = False
+        ctx.save_for_backward(logits, *saved)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
+        if ctx.overwrite and ctx.spent:
+            raise RuntimeError(
+                "overwrite_logits=True: the first backward wrote the gradient over the logits, a second one would need "
+                "them; call with overwrite_logits=False to use retain_graph"
+            )
+        logits, *saved = ctx.saved_tensors
+        written = rebuild(ctx.shape, list(saved))
+        out = None
+        if ctx.overwrite:
+            ctx.spent = True
+            out = logits.detach()
+        with torch.no_grad():
+            gradient = ctx.runner.gradient(written, ctx.setting, logits, upstream, out=out)
+        return (gradient, None, None, None, None, None, *(None for _ in saved))
+
+
+def attach(
+    logits: torch.Tensor,
+    loss: torch.Tensor,
+    runner: Any,
+    setting: Setting,
+    written: tuple[Written, ...],
+    overwrite: bool,
+) -> torch.Tensor:
+    """The loss as a differentiable function of the logits."""
+    return _Attach.apply(logits, loss, runner, setting, structure(written), overwrite, *flatten(written))

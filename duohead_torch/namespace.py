@@ -1,0 +1,129 @@
+"""The array functions of the core for torch, and torch as a namespace of terms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from duohead.term import add_namespace
+
+name = "torch"
+inf = math.inf
+nan = math.nan
+
+exp = torch.exp
+log = torch.log
+sqrt = torch.sqrt
+tanh = torch.tanh
+sigmoid = torch.sigmoid
+abs = torch.abs
+zeros_like = torch.zeros_like
+ones_like = torch.ones_like
+stack = torch.stack
+where = torch.where
+
+
+def minimum(a: Any, b: Any) -> torch.Tensor:
+    """Elementwise minimum; torch.minimum refuses Python numbers."""
+    if not isinstance(a, torch.Tensor):
+        a, b = b, a
+    return torch.minimum(a, b) if isinstance(b, torch.Tensor) else torch.clamp(a, max=b)
+
+
+def maximum(a: Any, b: Any) -> torch.Tensor:
+    """Elementwise maximum; torch.maximum refuses Python numbers."""
+    if not isinstance(a, torch.Tensor):
+        a, b = b, a
+    return torch.maximum(a, b) if isinstance(b, torch.Tensor) else torch.clamp(a, min=b)
+
+
+def concatenate(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Joins along the last axis."""
+    return torch.cat(list(arrays), dim=-1)
+
+
+def compute_dtype(array: torch.Tensor) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.float64 if array.dtype == torch.float64 else torch.float32
+
+
+def cast(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return array.to(dtype)
+
+
+def arange(count: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(count, device=like.device)
+
+
+def sum_last(array: torch.Tensor) -> torch.Tensor:
+    return array.sum(-1)
+
+
+def sum_first(array: torch.Tensor) -> torch.Tensor:
+    return array.sum(0)
+
+
+def max_last(array: torch.Tensor) -> torch.Tensor:
+    return array.amax(-1)
+
+
+def max_first(array: torch.Tensor) -> torch.Tensor:
+    return array.amax(0)
+
+
+def sum_all(array: torch.Tensor) -> torch.Tensor:
+    return array.sum()
+
+
+def min_all(array: torch.Tensor) -> torch.Tensor:
+    return array.amin() if array.numel() else array.new_full((), inf)
+
+
+def max_all(array: torch.Tensor) -> torch.Tensor:
+    return array.amax() if array.numel() else array.new_full((), -inf)
+
+
+def take(array: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """``array[ids]`` for a vector and ids of any shape."""
+    return array[ids]
+
+
+def segment_sum(values: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """``[rows, n]`` summed into ``[rows, count]`` by id."""
+    out = values.new_zeros((values.shape[0], count))
+    return out.index_add(1, ids.to(torch.int64), values)
+
+
+def value_and_derivatives(
+    function: Callable[..., Any], arguments: Sequence[Any], positions: Sequence[int]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """An elementwise function's value and its derivatives with respect to some of its arguments."""
+
+    def of_positions(*chosen: torch.Tensor) -> torch.Tensor:
+        filled = list(arguments)
+        for position, value in zip(positions, chosen, strict=True):
+            filled[position] = value
+        return function(*filled)
+
+    value, pull = torch.func.vjp(of_positions, *[arguments[position] for position in positions])
+    return value, pull(torch.ones_like(value))
+
+
+def _where(condition: Any, a: Any, b: Any) -> torch.Tensor:
+    return torch.where(condition, a, b)
+
+
+TERM_NAMES = {
+    "exp": exp,
+    "log": log,
+    "where": _where,
+    "minimum": minimum,
+    "maximum": maximum,
+    "abs": abs,
+    "sqrt": sqrt,
+    "sigmoid": sigmoid,
+}
+add_namespace(name, TERM_NAMES)

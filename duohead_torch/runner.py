@@ -1,0 +1,100 @@
+"""Runs the engine's two halves, the evaluation and the write, in eager mode; ``compiled.py`` compiles the same two."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from duohead import engine
+from duohead.plan import Plan
+from duohead.statistics import Columns, Inputs
+from duohead_torch import namespace
+
+
+class Job(NamedTuple):
+    """One pass with its arrays: everything that evaluation and write share."""
+
+    plan: Plan
+    hyper: tuple[torch.Tensor, ...]
+    inputs: Inputs
+
+
+class Setting(NamedTuple):
+    """What is the same for every pass of a call, and static."""
+
+    columns: Columns
+    collectives: Any
+    split_vocab: bool
+    split_sequences: bool
+
+
+def evaluate(job: Job, setting: Setting, logits: torch.Tensor) -> engine.Evaluation:
+    """Everything but the gradient."""
+    return engine.evaluate(
+        namespace,
+        job.plan,
+        job.hyper,
+        logits,
+        job.inputs,
+        setting.columns,
+        setting.collectives,
+        setting.split_vocab,
+        setting.split_sequences,
+    )
+
+
+class Written(NamedTuple):
+    """What the write of one pass needs beside the logits."""
+
+    job: Job
+    normalisers: Any
+    coefficients: Any
+
+
+def gradient(
+    written: tuple[Written, ...], setting: Setting, logits: torch.Tensor, upstream: torch.Tensor
+) -> torch.Tensor:
+    """The combined gradient of all passes, summed in the compute dtype."""
+    total = None
+    for item in written:
+        part = engine.gradient(
+            namespace,
+            item.job.plan,
+            item.job.hyper,
+            logits,
+            item.job.inputs,
+            setting.columns,
+            item.normalisers,
+            item.coefficients,
+            upstream,
+        )
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+class EagerRunner:
+    """Runs the halves as they stand. It is also what is traced inside a user's own torch.compile."""
+
+    name = "eager"
+
+    def evaluate(self, jobs: tuple[Job, ...], setting: Setting, logits: torch.Tensor) -> list[engine.Evaluation]:
+        return [evaluate(job, setting, logits) for job in jobs]
+
+    def gradient(
+        self,
+        written: tuple[Written, ...],
+        setting: Setting,
+        logits: torch.Tensor,
+        upstream: torch.Tensor,
+        out: torch.Tensor | None = None,
+        accumulate: bool = False,
+    ) -> torch.Tensor:
+        """The gradient in the logits' dtype, rounded once; ``out`` takes (or adds) it in place."""
+        total = gradient(written, setting, logits, upstream)
+        if out is None:
+            return total.to(logits.dtype)
+        if accumulate:
+            return out.add_(total.to(out.dtype)) if out.dtype == total.dtype else out.copy_(out + total)
+        return out.copy_(total)
