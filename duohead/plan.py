@@ -349,6 +349,32 @@ class Planner:
             loss.counts(self.given.inputs),
         )
 
+    def plan(
+        self,
+        losses: tuple[PlannedLoss, ...],
+        head: int = -1,
+        head_metrics: Sequence[str] = (),
+        tokens: Sequence[str] = (),
+        counts: tuple[int, ...] = (-1, -1, -1),
+    ) -> Plan:
+        """What has been collected, as a plan."""
+        return Plan(
+            self.softcap,
+            tuple(self.softmaxes),
+            tuple(self.teachers),
+            tuple(self.pairings),
+            tuple(self.sums),
+            losses,
+            head,
+            tuple(head_metrics),
+            tuple(tokens),
+            counts[0],
+            counts[1],
+            counts[2],
+            tuple(self.teacher_names),
+            tuple(self.input_names),
+        )
+
     def measurement(self, item: Measurement, name: str, loss: Loss) -> PlannedMeasurement:
         slots = {parameter: self.slot(value) for parameter, value in item.values.items()}
         operands = self.resolve(item.measure.operands, slots, name, loss)
@@ -387,21 +413,7 @@ def make_plan(
         *(_TOKEN_STATISTICS[token] for token in tokens),
     ):
         head = planner.softmax((1.0, 1.0), statistic)
-    counts = [-1 if count is None else planner.slot(count) for count in (num_tokens, num_sequences, num_pairs)]
-    plan = Plan(
-        planner.softcap,
-        tuple(planner.softmaxes),
-        tuple(planner.teachers),
-        tuple(planner.pairings),
-        tuple(planner.sums),
-        planned,
-        head,
-        tuple(head_metrics),
-        tuple(tokens),
-        counts[0],
-        counts[1],
-        counts[2],
-        tuple(planner.teacher_names),
-        tuple(planner.input_names),
+    counts = tuple(
+        -1 if count is None else planner.slot(count) for count in (num_tokens, num_sequences, num_pairs)
     )
-    return plan, planner.hyper
+    return planner.plan(planned, head, head_metrics, tokens, counts), planner.hyper
