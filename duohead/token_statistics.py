@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from duohead import checks
-from duohead.engine import Collectives
+from duohead.engine import Collectives, statistics_of
 from duohead.fields import Number
 from duohead.plan import Given, Plan, Planner
-from duohead.statistics import Columns, Inputs, Normalisers, Statistics, fold, statistics_of
+from duohead.statistics import Columns, Inputs, Normalisers, Statistics, fold
 from duohead.term import STATISTICS, TEACHER_STATISTICS
 from duohead.terms import Distillation
 
