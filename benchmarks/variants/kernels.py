@@ -343,6 +343,232 @@ def ahead(x_ptr, g_ptr, lab_ptr, out_ptr, w, zw, cw, T, V, U: tl.constexpr, W: t
         tl.store(gr + lab, gg.to(g_ptr.dtype.element_ty))
 
 
+# ---- a row over P programs ------------------------------------------------------------------------------------------
+# Each program takes C columns, publishes its (max, sum) as one 64-bit word that is its own flag (a sum is never zero),
+# and polls its neighbours' words. P adjacent programs make a row; programs start in order, so a partner is resident or
+# next. The words must be zero before the launch.
+
+
+@triton.jit
+def _pack(a, b):
+    hi = a.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    return hi | (b.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _first(v):
+    return (v >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _second(v):
+    return v.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _await(ptr, v):
+    while v == 0:
+        v = tl.load(ptr, volatile=True)
+    return v
+
+
+@triton.jit
+def split(x_ptr, g_ptr, lab_ptr, out_ptr, part_ptr, w, zw, cw, T, V, C, P: tl.constexpr, U: tl.constexpr,
+          W: tl.constexpr, D: tl.constexpr, EV1: tl.constexpr, EV2: tl.constexpr, ST: tl.constexpr,
+          EVS: tl.constexpr, ENT: tl.constexpr):
+    N: tl.constexpr = 32 * W
+    B: tl.constexpr = U * N * 8
+    NW: tl.constexpr = 2 if ENT else 1
+    offs = (tl.arange(0, U)[None, :, None] * (N * 8) + tl.arange(0, N)[:, None, None] * 8
+            + tl.arange(0, 8)[None, None, :])
+    row = tl.program_id(0) // P
+    part = tl.program_id(0) % P
+    lo = part * C
+    hi = tl.minimum(V, lo + C)
+    nfull = tl.maximum(hi - lo, 0) // B
+    edge = lo + nfull * B
+    xr = x_ptr + row.to(tl.int64) * V
+    gr = g_ptr + row.to(tl.int64) * V
+    if D > 0:
+        for i in range(D):
+            if i < nfull:
+                _l2_prefetch(xr + lo + i * B, B)
+    m = tl.full([N], LOW, tl.float32)
+    s = tl.zeros([N], tl.float32)
+    h = tl.zeros([N], tl.float32)
+    lab = tl.load(lab_ptr + row)
+    xl = tl.load(xr + lab).to(tl.float32)
+    if edge < hi:
+        x = tl.load(xr + edge + offs, mask=edge + offs < hi, other=LOW, eviction_policy=EV1)
+        m, s, h = _step(x.to(tl.float32), m, s, h, ENT, 0)
+    for t in range(nfull):
+        if D > 0:
+            if t + D < nfull:
+                _l2_prefetch(xr + lo + (t + D) * B, B)
+        x = tl.load(xr + lo + t * B + offs, eviction_policy=EV1)
+        m, s, h = _step(x.to(tl.float32), m, s, h, ENT, 0)
+    M = tl.max(m, 0)
+    sc = ex2(m - M)
+    S = tl.sum(s * sc, 0)
+    if ENT:
+        H = tl.sum(sc * (h + s * (m - M)), 0)
+    if P > 1:
+        word = part_ptr + row * (P * NW)
+        tl.atomic_xchg(word + part, _pack(M, S), sem="relaxed", scope="gpu")
+        if ENT:
+            tl.atomic_xchg(word + P + part, _pack(H, 1.0 + 0.0 * H), sem="relaxed", scope="gpu")
+        vs = ()
+        hs = ()
+        for p in tl.static_range(P):
+            vs = vs + (tl.load(word + p, volatile=True), )
+        if ENT:
+            for p in tl.static_range(P):
+                hs = hs + (tl.load(word + P + p, volatile=True), )
+        M = LOW
+        for p in tl.static_range(P):
+            v = _await(word + p, vs[p])
+            vs = vs + (v, )
+            M = tl.maximum(M, _first(v))
+        S = 0.0
+        H = 0.0
+        for p in tl.static_range(P):
+            mp = _first(vs[P + p])
+            sp = _second(vs[P + p])
+            cp = ex2(mp - M)
+            S += sp * cp
+            if ENT:
+                hp = _first(_await(word + P + p, hs[p]))
+                H += cp * (hp + sp * (mp - M))
+    lse2 = M + tl.log2(S)
+    lse = lse2 * LN2
+    A = w * (1.0 + 2.0 * zw * lse)
+    if ENT:
+        ent = lse2 - (H / S + M)
+        A = A + cw * ent
+    if part == 0:
+        tl.store(out_ptr + row, xl - lse)
+        tl.store(out_ptr + T + row, lse)
+        if ENT:
+            tl.store(out_ptr + 2 * T + row, ent * LN2)
+    for t in range(nfull):
+        c = lo + (nfull - 1 - t) * B
+        x = tl.load(xr + c + offs, eviction_policy=EV2)
+        g = _grad(x, lse2, A, cw, ENT)
+        tl.store(gr + c + offs, g.to(g_ptr.dtype.element_ty), cache_modifier=ST, eviction_policy=EVS)
+    if edge < hi:
+        x = tl.load(xr + edge + offs, mask=edge + offs < hi, other=0.0, eviction_policy=EV2)
+        g = _grad(x, lse2, A, cw, ENT)
+        tl.store(gr + edge + offs, g.to(g_ptr.dtype.element_ty), mask=edge + offs < hi, cache_modifier=ST,
+                 eviction_policy=EVS)
+    tl.debug_barrier()
+    if (lab >= lo) & (lab < hi):
+        gg = _grad(xl, lse2, A, cw, ENT) - w
+        tl.store(gr + lab, gg.to(g_ptr.dtype.element_ty))
+
+
+@triton.jit
+def split_kd(x_ptr, y_ptr, g_ptr, lab_ptr, out_ptr, part_ptr, w, zw, kw, T, V, C, P: tl.constexpr, U: tl.constexpr,
+             W: tl.constexpr, D: tl.constexpr, EV1: tl.constexpr, EV2: tl.constexpr, ST: tl.constexpr,
+             EVS: tl.constexpr):
+    N: tl.constexpr = 32 * W
+    B: tl.constexpr = U * N * 8
+    offs = (tl.arange(0, U)[None, :, None] * (N * 8) + tl.arange(0, N)[:, None, None] * 8
+            + tl.arange(0, 8)[None, None, :])
+    row = tl.program_id(0) // P
+    part = tl.program_id(0) % P
+    lo = part * C
+    hi = tl.minimum(V, lo + C)
+    nfull = tl.maximum(hi - lo, 0) // B
+    edge = lo + nfull * B
+    xr = x_ptr + row.to(tl.int64) * V
+    yr = y_ptr + row.to(tl.int64) * V
+    gr = g_ptr + row.to(tl.int64) * V
+    if D > 0:
+        for i in range(D):
+            if i < nfull:
+                _l2_prefetch(xr + lo + i * B, B)
+                _l2_prefetch(yr + lo + i * B, B)
+    mx = tl.full([N], LOW, tl.float32)
+    my = tl.full([N], LOW, tl.float32)
+    sx = tl.zeros([N], tl.float32)
+    sy = tl.zeros([N], tl.float32)
+    k = tl.zeros([N], tl.float32)
+    lab = tl.load(lab_ptr + row)
+    xl = tl.load(xr + lab).to(tl.float32)
+    yl = tl.load(yr + lab).to(tl.float32)
+    if edge < hi:
+        tm = edge + offs < hi
+        x = tl.load(xr + edge + offs, mask=tm, other=LOW, eviction_policy=EV1)
+        y = tl.load(yr + edge + offs, mask=tm, other=LOW, eviction_policy=EV1)
+        mx, sx, my, sy, k = _kstep(x.to(tl.float32), y.to(tl.float32), mx, sx, my, sy, k)
+    for t in range(nfull):
+        if D > 0:
+            if t + D < nfull:
+                _l2_prefetch(xr + lo + (t + D) * B, B)
+                _l2_prefetch(yr + lo + (t + D) * B, B)
+        x = tl.load(xr + lo + t * B + offs, eviction_policy=EV1)
+        y = tl.load(yr + lo + t * B + offs, eviction_policy=EV1)
+        mx, sx, my, sy, k = _kstep(x.to(tl.float32), y.to(tl.float32), mx, sx, my, sy, k)
+    MX = tl.max(mx, 0)
+    MY = tl.max(my, 0)
+    SX = tl.sum(sx * ex2(mx - MX), 0)
+    cy = ex2(my - MY)
+    SY = tl.sum(sy * cy, 0)
+    K = tl.sum(cy * (k - sy * ((MY - my) - (MX - mx))), 0)
+    if P > 1:
+        word = part_ptr + row * (P * 3)
+        tl.atomic_xchg(word + part, _pack(MX, SX), sem="relaxed", scope="gpu")
+        tl.atomic_xchg(word + P + part, _pack(MY, SY), sem="relaxed", scope="gpu")
+        tl.atomic_xchg(word + 2 * P + part, _pack(K, 1.0 + 0.0 * K), sem="relaxed", scope="gpu")
+        vs = ()
+        for p in tl.static_range(3 * P):
+            vs = vs + (tl.load(word + p, volatile=True), )
+        MX = LOW
+        MY = LOW
+        for p in tl.static_range(3 * P):
+            v = _await(word + p, vs[p])
+            vs = vs + (v, )
+            if p < P:
+                MX = tl.maximum(MX, _first(v))
+            elif p < 2 * P:
+                MY = tl.maximum(MY, _first(v))
+        SX = 0.0
+        SY = 0.0
+        K = 0.0
+        for p in tl.static_range(P):
+            px = _first(vs[3 * P + p])
+            py = _first(vs[4 * P + p])
+            qy = _second(vs[4 * P + p])
+            fy = ex2(py - MY)
+            SX += _second(vs[3 * P + p]) * ex2(px - MX)
+            SY += qy * fy
+            K += fy * (_first(vs[5 * P + p]) - qy * ((MY - py) - (MX - px)))
+    lx = MX + tl.log2(SX)
+    ly = MY + tl.log2(SY)
+    lse = lx * LN2
+    A = w * (1.0 + 2.0 * zw * lse) + kw
+    if part == 0:
+        tl.store(out_ptr + row, xl - lse)
+        tl.store(out_ptr + T + row, lse)
+        tl.store(out_ptr + 2 * T + row, (K / SY - tl.log2(SY) + tl.log2(SX)) * LN2)
+    for t in range(nfull):
+        c = lo + (nfull - 1 - t) * B
+        x = tl.load(xr + c + offs, eviction_policy=EV2).to(tl.float32)
+        y = tl.load(yr + c + offs, eviction_policy=EV2).to(tl.float32)
+        g = ex2(x * L2E - lx) * A - ex2(y * L2E - ly) * kw
+        tl.store(gr + c + offs, g.to(g_ptr.dtype.element_ty), cache_modifier=ST, eviction_policy=EVS)
+    if edge < hi:
+        tm = edge + offs < hi
+        x = tl.load(xr + edge + offs, mask=tm, other=0.0, eviction_policy=EV2).to(tl.float32)
+        y = tl.load(yr + edge + offs, mask=tm, other=0.0, eviction_policy=EV2).to(tl.float32)
+        g = ex2(x * L2E - lx) * A - ex2(y * L2E - ly) * kw
+        tl.store(gr + edge + offs, g.to(g_ptr.dtype.element_ty), mask=tm, cache_modifier=ST, eviction_policy=EVS)
+    tl.debug_barrier()
+    if (lab >= lo) & (lab < hi):
+        gg = ex2(xl * L2E - lx) * A - ex2(yl * L2E - ly) * kw - w
+        tl.store(gr + lab, gg.to(g_ptr.dtype.element_ty))
+
+
 # ---- the row in a ring of shared memory ----------------------------------------------------------------------------
 # Ring positions of one row: q in [0, n) is tile q for the first sweep; q in [n, n+R) reads tile n+R-1-q again.
 # The second sweep consumes positions R .. n+R-1, so each position is freed exactly once, in order.

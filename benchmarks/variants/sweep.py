@@ -34,6 +34,38 @@ def variants(group):
             out.append((f"stats U{U} W{W} {'grid' + str(k) if k else 'row'}", dict(kind="plain", U=U, W=W, REV=0, k=k, EV1="evict_first", EV2="", ST="", ENT=0, PROBE=0, WRITE=0)))
         for U, W in ((1, 8), (2, 8), (4, 8), (1, 16), (2, 16), (4, 4), (8, 4)):
             out.append((f"write U{U} W{W}", dict(kind="write", U=U, W=W, EV="evict_first", ST=".cs")))
+    if group == "split":
+        def sp(P, U, W, D=0, st=".cs", evs="", ev=("evict_last", "evict_first"), ent=0, regs=None, tag=""):
+            name = f"split P{P} U{U} W{W} D{D}" + (f" regs{regs}" if regs else "") + tag
+            out.append((name, dict(kind="split", P=P, U=U, W=W, D=D, EV1=ev[0], EV2=ev[1], ST=st, EVS=evs, ENT=ent, regs=regs)))
+        for P in (1, 2, 4, 8, 16):
+            sp(P, 2, 16)
+        for U, W in ((4, 16), (2, 32), (2, 8), (4, 8), (1, 16), (4, 4)):
+            for P in (1, 2, 4, 8):
+                sp(P, U, W)
+        for P in (1, 4, 8):
+            sp(P, 2, 16, 1); sp(P, 2, 16, 2); sp(P, 2, 16, st="", evs="evict_first", tag=" st=first"); sp(P, 2, 16, ev=("", "evict_first"), tag=" ev=-/first")
+            sp(P, 2, 16, ev=("", ""), tag=" ev=-"); sp(P, 2, 16, regs=32)
+        for P in (1, 2, 4, 8):
+            for U, W, regs in ((2, 16, None), (2, 16, 32), (1, 16, None), (1, 16, 32), (2, 8, None), (2, 8, 32), (4, 8, None)):
+                sp(P, U, W, ent=1, regs=regs, tag=" +entropy")
+    if group == "splitkd":
+        for P in (1, 2, 4, 8, 16):
+            for U, W, D, regs in ((1, 16, 0, None), (1, 16, 2, None), (2, 16, 0, None), (2, 16, 2, None), (2, 8, 0, None), (2, 8, 2, None), (1, 16, 0, 32), (4, 8, 0, None), (1, 8, 0, None)):
+                out.append((f"kd split P{P} U{U} W{W} D{D}" + (f" regs{regs}" if regs else ""),
+                            dict(kind="splitkd", P=P, U=U, W=W, D=D, EV1="evict_last", EV2="evict_first", ST=".cs", EVS="", regs=regs)))
+    if group == "again":
+        def ag(U, W, D, st, evs, ent=0, regs=None):
+            out.append((f"ahead U{U} W{W} row D{D}{' st=first' if evs else ''}{f' regs{regs}' if regs else ''}{' +entropy' if ent else ''}",
+                        dict(kind="ahead", U=U, W=W, k=0, PF=0, D=D, EV1="evict_last", EV2="evict_first", ST=st, EVS=evs, ENT=ent, regs=regs)))
+        ag(4, 32, 0, ".cs", ""); ag(4, 32, 1, ".cs", ""); ag(4, 32, 1, "", "evict_first"); ag(2, 16, 0, ".cs", ""); ag(2, 16, 0, "", "evict_first"); ag(2, 32, 4, ".cs", "")
+        for regs in (None, 32, 40):
+            ag(2, 16, 0, ".cs", "", 1, regs); ag(1, 16, 0, ".cs", "", 1, regs)
+        for U, S, W, K in ((4, 6, 16, 2), (4, 13, 8, 5), (4, 13, 8, 6), (4, 13, 8, 7)):
+            out.append((f"ringk-tma U{U} S{S} W{W} K{K} grid1", dict(kind="ringk", TMA=1, U=U, S=S, W=W, K=K, k=1, SKEW=0, ST=".cs", ENT=0)))
+        for U, W in ((2, 16), (4, 8)):
+            out.append((f"stats U{U} W{W} row", dict(kind="plain", U=U, W=W, REV=0, k=0, EV1="evict_first", EV2="", ST="", ENT=0, PROBE=0, WRITE=0)))
+        out.append(("write U4 W4", dict(kind="write", U=4, W=4, EV="evict_first", ST=".cs")))
     if group == "kd2":
         for U, W, k, D in ((2, 32, 0, 0), (2, 32, 1, 0), (4, 16, 0, 0), (4, 16, 1, 0), (2, 16, 0, 2), (2, 16, 0, 4), (2, 32, 0, 2), (2, 32, 0, 4), (1, 32, 0, 4),
                            (4, 16, 0, 2), (4, 8, 0, 0), (1, 16, 0, 8), (4, 32, 0, 0), (4, 32, 0, 2), (3, 16, 0, 0)):
@@ -98,10 +130,26 @@ def launcher(v, x, y, g, lab, o, T, V, sms):
         grid = (min(T, sms * v["k"]) if v["k"] else T,)
         return lambda: K.plain_kd[grid](x, y, g, lab, o, w, zw, kw, T, V, U=v["U"], W=v["W"], REV=v["REV"], PERSIST=int(v["k"] > 0),
                                         EV1=v["EV1"], EV2=v["EV2"], ST=v["ST"], D=v.get("D", 0), num_warps=v["W"])
+    if kind in ("split", "splitkd"):
+        P = v["P"]
+        C = -(-V // (P * 64)) * 64
+        words = torch.zeros(T * P * (3 if kind == "splitkd" else 1 + v["ENT"]), dtype=torch.long, device=x.device)
+
+        def call():
+            if P > 1:
+                words.zero_()
+            opts = dict(num_warps=v["W"], maxnreg=v["regs"]) if v["regs"] else dict(num_warps=v["W"])
+            if kind == "split":
+                K.split[(T * P,)](x, g, lab, o, words, w, zw, cw, T, V, C, P=P, U=v["U"], W=v["W"], D=v["D"], EV1=v["EV1"], EV2=v["EV2"], ST=v["ST"],
+                                  EVS=v["EVS"], ENT=v["ENT"], **opts)
+            else:
+                K.split_kd[(T * P,)](x, y, g, lab, o, words, w, zw, kw, T, V, C, P=P, U=v["U"], W=v["W"], D=v["D"], EV1=v["EV1"], EV2=v["EV2"],
+                                     ST=v["ST"], EVS=v["EVS"], **opts)
+        return call
     if kind == "ahead":
         grid = (min(T, sms * v["k"]) if v["k"] else T,)
         return lambda: K.ahead[grid](x, g, lab, o, w, zw, cw, T, V, U=v["U"], W=v["W"], PERSIST=int(v["k"] > 0), PF=v["PF"], D=v["D"], EV1=v["EV1"],
-                                     EV2=v["EV2"], ST=v["ST"], EVS=v["EVS"], ENT=v["ENT"], num_warps=v["W"])
+                                     EV2=v["EV2"], ST=v["ST"], EVS=v["EVS"], ENT=v["ENT"], num_warps=v["W"], **({"maxnreg": v["regs"]} if v.get("regs") else {}))
     if kind == "write":
         B = v["U"] * v["W"] * 256
         return lambda: K.writer[(-(-V // B), T)](x, g, lab, o, w, zw, T, V, U=v["U"], W=v["W"], EV=v["EV"], ST=v["ST"], num_warps=v["W"])
@@ -199,7 +247,7 @@ def child(group, only, limit):
     for T, V in SHAPES:
         torch.manual_seed(T + V)
         x = torch.empty(T, V, dtype=torch.bfloat16, device="cuda").normal_(0, 3)
-        y = torch.empty_like(x).normal_(0, 3) if group in ("kd", "kd2") else x
+        y = torch.empty_like(x).normal_(0, 3) if group in ("kd", "kd2", "splitkd") else x
         g = torch.empty_like(x)
         lab = torch.randint(0, V, (T,), device="cuda")
         lab[0], lab[1] = 0, V - 1
@@ -207,7 +255,8 @@ def child(group, only, limit):
         o = torch.zeros(3 * T, device="cuda")
         copy = timed(lambda: g.copy_(x), 25, 15)
         print(json.dumps(dict(group=group, name="copy", T=T, V=V, ms=copy, gbs=4e-6 * T * V / copy)), flush=True)
-        refs = {}
+        refs, firsts = {}, {}
+        every = torch.cat([x[i:i + 1024].float().logsumexp(1) for i in range(0, T, 1024)])
         for name, v in jobs:
             if name in bad or time.time() - t1 > limit:
                 continue
@@ -216,7 +265,7 @@ def child(group, only, limit):
                 f = launcher(v, x, y, g, lab, o, T, V, sms)
                 if f is None:
                     continue
-                ent, kd = int(v.get("ENT", 0)), int(v["kind"] == "kd")
+                ent, kd = int(v.get("ENT", 0)), int(v["kind"] in ("kd", "splitkd"))
                 if (ent, kd) not in refs:
                     refs[ent, kd] = reference(x, y, lab, rows, ent, kd)
                 lpl, lse, third, gr = refs[ent, kd]
@@ -235,6 +284,16 @@ def child(group, only, limit):
                         if third is not None:
                             rec["serr"] = max(rec["serr"], float((o[2 * T:][rows].double() - third).abs().max()))
                 rec["ms"] = timed(f)
+                if v["kind"] != "write" and not v.get("PROBE"):     # every row, after the timed launches: a race would show
+                    rec["serr"] = max(rec["serr"], float((o[T:2 * T] - every).abs().max()))
+                    if v.get("WRITE", 1):
+                        key = (ent, kd)
+                        if key not in firsts:
+                            firsts[key] = g.clone()
+                        a, b = g.view(-1), firsts[key].view(-1)
+                        for c0 in range(0, a.numel(), 2**28):
+                            p, q = a[c0:c0 + 2**28].float(), b[c0:c0 + 2**28].float()
+                            rec["off"] = max(rec.get("off", 0), int(((p - q).abs() > 0.008 * q.abs() + (1e-9 if not (ent or kd) else 1e-6)).sum()))
                 rec["ratio"] = rec["ms"] / copy
             except Exception as e:
                 rec["error"] = f"{type(e).__name__}: {str(e)[-200:]}"
@@ -242,7 +301,7 @@ def child(group, only, limit):
             print(json.dumps(rec), flush=True)
         copy2 = timed(lambda: g.copy_(x), 15, 5)
         print(json.dumps(dict(group=group, name="copy again", T=T, V=V, ms=copy2)), flush=True)
-        del x, y, g, refs
+        del x, y, g, refs, firsts
     print(f"# {group}: measured in {time.time() - t1:.1f}s", file=sys.stderr, flush=True)
 
 
@@ -252,7 +311,7 @@ def once(patterns, T=2112, V=128256):
     x = torch.empty(T, V, dtype=torch.bfloat16, device="cuda").normal_(0, 3)
     g, lab, o = torch.empty_like(x), torch.zeros(T, dtype=torch.long, device="cuda"), torch.zeros(3 * T, device="cuda")
     for pat in patterns:
-        for group in ("plain", "tma", "cpa", "kd", "kd2", "ahead", "ringk"):
+        for group in ("plain", "tma", "cpa", "kd", "kd2", "ahead", "ringk", "split", "splitkd"):
             for name, v in variants(group):
                 if name == pat:
                     launcher(v, x, x, g, lab, o, T, V, 132)()
@@ -281,14 +340,14 @@ def table(records):
             cells += f"{r['ms']:9.3f}{r.get('ratio', 1):7.3f}{gbs:7.0f} "
             a, b = r.get("gerr", 0.0), r.get("serr", 0.0)
             ge, se, un = (a if not (a <= ge or ge != ge) else ge), (b if not (b <= se or se != se) else se), un | r.get("unwritten", 0)
-        print(f"{name[:44]:44s}{cells}  {ge:.1e} {se:.1e}{' UNWRITTEN' if un else ''}")
+        print(f"{name[:44]:44s}{cells}  {ge:.1e} {se:.1e}{' UNWRITTEN' if un else ''}{' DIFFERS' if any(r.get('off') for r in d.values()) else ''}")
     for n, e in errors.items():
         print(f"FAILED {n}: {e[-160:]!r}")
 
 
 def main():
     ap = argparse.ArgumentParser()
-    ap.add_argument("--groups", default="plain,tma,cpa,kd,kd2,ahead,ringk")
+    ap.add_argument("--groups", default="plain,ahead,split,tma,cpa,ringk,kd,kd2,splitkd,again")
     ap.add_argument("--only", default="*")
     ap.add_argument("--child")
     ap.add_argument("--once", help="run the variants matching these comma-separated patterns once, for a profiler")
