@@ -294,7 +294,3 @@ def _joined(evaluations: list[Any]) -> tuple[torch.Tensor, Aux]:
     for evaluation in evaluations[1:]:
         loss = loss + evaluation.loss
     return loss, join_aux([evaluation.aux for evaluation in evaluations])
-
-
-def token_statistics(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError

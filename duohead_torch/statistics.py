@@ -1,0 +1,135 @@
+"""``token_statistics`` for PyTorch: differentiable row statistics whose backward is one write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from duohead import checks, engine
+from duohead.fields import Number
+from duohead.statistics import Columns, Inputs
+from duohead.token_statistics import (
+    StatisticsPlan,
+    TokenStatistics,
+    evaluate_statistics,
+    fold_statistics,
+    plan_statistics,
+)
+from duohead_torch import namespace
+from duohead_torch.hyper import hyper_tensors
+from duohead_torch.runner import Setting
+from duohead_torch.trees import flatten, rebuild, structure
+
+
+class _TokenStatistics(torch.autograd.Function):
+    """The statistics asked for; backward folds their cotangents and writes the logits' gradient once."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        logits: torch.Tensor,
+        wanted: StatisticsPlan,
+        setting: Setting,
+        shape: Any,
+        *arrays: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        hyper, inputs = rebuild(shape, list(arrays))
+        values, found, normalisers = evaluate_statistics(
+            namespace,
+            wanted,
+            hyper,
+            logits,
+            inputs,
+            setting.columns,
+            setting.collectives,
+            setting.split_vocab,
+        )
+        kept = (tuple(found.values()), normalisers)
+        ctx.wanted, ctx.setting, ctx.keys = wanted, setting, tuple(found)
+        ctx.shape, ctx.kept_shape, ctx.count = shape, structure(kept), len(arrays)
+        ctx.save_for_backward(logits, *arrays, *flatten(kept))
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:  # type: ignore[override]
+        logits, *saved = ctx.saved_tensors
+        hyper, inputs = rebuild(ctx.shape, list(saved[: ctx.count]))
+        values, normalisers = rebuild(ctx.kept_shape, list(saved[ctx.count :]))
+        found = dict(zip(ctx.keys, values, strict=True))
+        columns = ctx.setting.columns
+        coefficients = fold_statistics(namespace, ctx.wanted, hyper, found, inputs, columns, upstream)
+        gradient = engine.write(
+            namespace, ctx.wanted.plan, hyper, logits, inputs, columns, normalisers, coefficients
+        )
+        return (gradient.to(logits.dtype), None, None, None, *(None for _ in range(ctx.count)))
+
+
+def token_statistics(
+    logits: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    *,
+    statistics: Sequence[str] = ("logprob", "entropy", "lse"),
+    mask: torch.Tensor | None = None,
+    teacher_logits: Mapping[str, torch.Tensor] | torch.Tensor | None = None,
+    temperature: Number = 1.0,
+    student_temperature: Number = 1.0,
+    jsd_beta: Number = 0.5,
+    logits_scale_factor: Number = 1.0,
+    final_logit_softcap: Number | None = None,
+    vocab_size: int | None = None,
+) -> TokenStatistics:
+    """Differentiable per-token statistics of one softmax, for a loss of the user's own.
+
+    ``statistics``: among ``logprob, lse, entropy, mean_logprob, teacher_cross_entropy, forward_kl, reverse_kl, jsd``, in
+    nats, each of the logits' token shape; the backward of any function of them is one write of the logits' gradient.
+    Masked rows (``mask`` False or a negative label) give 0 and no gradient.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind or shape, or missing where a statistic needs it.
+
+    >>> import torch
+    >>> found = token_statistics(torch.zeros(1, 4), torch.tensor([0]))
+    >>> round(float(found.entropy), 4)
+    1.3863
+    """
+    checks.check_logits(logits, vocab_size)
+    checks.check_vocab(logits, vocab_size)
+    if labels is not None:
+        checks.check_tokens("labels", labels, logits, integer=True)
+    if mask is not None:
+        checks.check_tokens("mask", mask, logits, boolean=True)
+    teachers = checks.by_name("teacher_logits", teacher_logits, ["teacher"])
+    for model, array in teachers.items():
+        checks.check_teacher(model, array, logits)
+    wanted, hyper = plan_statistics(
+        statistics,
+        has_labels=labels is not None,
+        teachers=teachers,
+        temperature=temperature,
+        student_temperature=student_temperature,
+        jsd_beta=jsd_beta,
+        logits_scale_factor=logits_scale_factor,
+        final_logit_softcap=final_logit_softcap,
+    )
+    size = logits.shape[-1] if vocab_size is None else vocab_size
+    setting = Setting(Columns(0, size, size < logits.shape[-1]), None, False, False)
+    inputs = Inputs(
+        labels,
+        _valid(labels, mask, logits),
+        tuple(teachers[name].detach() for name in wanted.plan.teacher_names),
+        (),
+        None,
+        None,
+        0,
+    )
+    arrays = (hyper_tensors(hyper, logits), inputs)
+    values = _TokenStatistics.apply(logits, wanted, setting, structure(arrays), *flatten(arrays))
+    return TokenStatistics(**dict(zip(wanted.names, values, strict=True)))
+
+
+def _valid(labels: torch.Tensor | None, mask: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
+    if labels is None:
+        return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if mask is None else mask
+    return labels >= 0 if mask is None else (labels >= 0) & mask
