@@ -373,9 +373,20 @@ def _await(ptr, v):
 
 
 @triton.jit
+def _await_all(ptr, COUNT: tl.constexpr):
+    """One thread polls COUNT words in turn; the others wait at the barrier. Unmeasured: see NOTES.md."""
+    for p in tl.static_range(COUNT):
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .pred q; .reg .u32 t; .reg .b64 v; mov.u32 t, %tid.x; setp.ne.u32 p, t, 0; @p bra DONE;"
+            " AGAIN: ld.relaxed.gpu.global.b64 v, [$1]; setp.ne.b64 q, v, 0; @q bra DONE; nanosleep.u32 64; bra AGAIN;"
+            " DONE: mov.u32 $0, 0; }", "=r,l", [(ptr + p).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+
+
+@triton.jit
 def split(x_ptr, g_ptr, lab_ptr, out_ptr, part_ptr, w, zw, cw, T, V, C, P: tl.constexpr, U: tl.constexpr,
           W: tl.constexpr, D: tl.constexpr, EV1: tl.constexpr, EV2: tl.constexpr, ST: tl.constexpr,
-          EVS: tl.constexpr, ENT: tl.constexpr):
+          EVS: tl.constexpr, ENT: tl.constexpr, ONE: tl.constexpr = 0):
     N: tl.constexpr = 32 * W
     B: tl.constexpr = U * N * 8
     NW: tl.constexpr = 2 if ENT else 1
@@ -417,6 +428,8 @@ def split(x_ptr, g_ptr, lab_ptr, out_ptr, part_ptr, w, zw, cw, T, V, C, P: tl.co
         tl.atomic_xchg(word + part, _pack(M, S), sem="relaxed", scope="gpu")
         if ENT:
             tl.atomic_xchg(word + P + part, _pack(H, 1.0 + 0.0 * H), sem="relaxed", scope="gpu")
+        if ONE:
+            _await_all(word, P * NW)
         vs = ()
         hs = ()
         for p in tl.static_range(P):
@@ -469,7 +482,7 @@ def split(x_ptr, g_ptr, lab_ptr, out_ptr, part_ptr, w, zw, cw, T, V, C, P: tl.co
 @triton.jit
 def split_kd(x_ptr, y_ptr, g_ptr, lab_ptr, out_ptr, part_ptr, w, zw, kw, T, V, C, P: tl.constexpr, U: tl.constexpr,
              W: tl.constexpr, D: tl.constexpr, EV1: tl.constexpr, EV2: tl.constexpr, ST: tl.constexpr,
-             EVS: tl.constexpr):
+             EVS: tl.constexpr, ONE: tl.constexpr = 0):
     N: tl.constexpr = 32 * W
     B: tl.constexpr = U * N * 8
     offs = (tl.arange(0, U)[None, :, None] * (N * 8) + tl.arange(0, N)[:, None, None] * 8
@@ -520,6 +533,8 @@ def split_kd(x_ptr, y_ptr, g_ptr, lab_ptr, out_ptr, part_ptr, w, zw, kw, T, V, C
         tl.atomic_xchg(word + part, _pack(MX, SX), sem="relaxed", scope="gpu")
         tl.atomic_xchg(word + P + part, _pack(MY, SY), sem="relaxed", scope="gpu")
         tl.atomic_xchg(word + 2 * P + part, _pack(K, 1.0 + 0.0 * K), sem="relaxed", scope="gpu")
+        if ONE:
+            _await_all(word, 3 * P)
         vs = ()
         for p in tl.static_range(3 * P):
             vs = vs + (tl.load(word + p, volatile=True), )

@@ -1,4 +1,4 @@
-"""Measures kernel variants against a device copy of the same bytes: python sweep.py [--groups plain,tma,cpa] [--only PATTERN].
+"""Measures kernel variants against a device copy of the same bytes: python sweep.py [--groups plain,ahead] [--only PATTERN].
 
 Every group runs in its own process under a time limit (a wrong barrier can hang a kernel), compiles in parallel, then
 takes its turn on the device. Each variant is checked against float64 on some rows, its output poisoned with NaN first.
@@ -49,6 +49,14 @@ def variants(group):
         for P in (1, 2, 4, 8):
             for U, W, regs in ((2, 16, None), (2, 16, 32), (1, 16, None), (1, 16, 32), (2, 8, None), (2, 8, 32), (4, 8, None)):
                 sp(P, U, W, ent=1, regs=regs, tag=" +entropy")
+    if group == "poll1":                                      # compiled, never run yet
+        for P in (2, 4, 8):
+            for U, W, ent in ((2, 16, 0), (4, 16, 0), (4, 8, 0), (2, 8, 0), (2, 16, 1), (4, 8, 1)):
+                out.append((f"split P{P} U{U} W{W} D0 one poller{' +entropy' if ent else ''}",
+                            dict(kind="split", P=P, U=U, W=W, D=0, EV1="evict_last", EV2="evict_first", ST=".cs", EVS="", ENT=ent, regs=None, ONE=1)))
+            for U, W in ((1, 16), (4, 8), (2, 8)):
+                out.append((f"kd split P{P} U{U} W{W} D0 one poller",
+                            dict(kind="splitkd", P=P, U=U, W=W, D=0, EV1="evict_last", EV2="evict_first", ST=".cs", EVS="", regs=None, ONE=1)))
     if group == "splitkd":
         for P in (1, 2, 4, 8, 16):
             for U, W, D, regs in ((1, 16, 0, None), (1, 16, 2, None), (2, 16, 0, None), (2, 16, 2, None), (2, 8, 0, None), (2, 8, 2, None), (1, 16, 0, 32), (4, 8, 0, None), (1, 8, 0, None)):
@@ -141,10 +149,10 @@ def launcher(v, x, y, g, lab, o, T, V, sms):
             opts = dict(num_warps=v["W"], maxnreg=v["regs"]) if v["regs"] else dict(num_warps=v["W"])
             if kind == "split":
                 K.split[(T * P,)](x, g, lab, o, words, w, zw, cw, T, V, C, P=P, U=v["U"], W=v["W"], D=v["D"], EV1=v["EV1"], EV2=v["EV2"], ST=v["ST"],
-                                  EVS=v["EVS"], ENT=v["ENT"], **opts)
+                                  EVS=v["EVS"], ENT=v["ENT"], ONE=v.get("ONE", 0), **opts)
             else:
                 K.split_kd[(T * P,)](x, y, g, lab, o, words, w, zw, kw, T, V, C, P=P, U=v["U"], W=v["W"], D=v["D"], EV1=v["EV1"], EV2=v["EV2"],
-                                     ST=v["ST"], EVS=v["EVS"], **opts)
+                                     ST=v["ST"], EVS=v["EVS"], ONE=v.get("ONE", 0), **opts)
         return call
     if kind == "ahead":
         grid = (min(T, sms * v["k"]) if v["k"] else T,)
@@ -218,6 +226,8 @@ def child(group, only, limit):
     jobs = [j for j in variants(group) if fnmatch.fnmatch(j[0], only)]
     import torch, kernels, triton                             # before the fork, no device touched
     bad = {}
+    lock = open(LOCK, "w")
+    fcntl.flock(lock, fcntl.LOCK_SH)                          # nothing is measured while anything is being prepared
     pool = mp.get_context("fork").Pool(min(9, len(jobs)))
     futs = [(j, pool.apply_async(prepare, (j,))) for j in jobs]
     for j, f in futs:
@@ -230,7 +240,6 @@ def child(group, only, limit):
             print(json.dumps(dict(group=group, name=name, error=err)), flush=True)
     pool.terminate()
     print(f"# {group}: prepared in {time.time() - t0:.1f}s", file=sys.stderr, flush=True)
-    lock = open(LOCK, "w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     t1 = time.time()
     sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -247,7 +256,7 @@ def child(group, only, limit):
     for T, V in SHAPES:
         torch.manual_seed(T + V)
         x = torch.empty(T, V, dtype=torch.bfloat16, device="cuda").normal_(0, 3)
-        y = torch.empty_like(x).normal_(0, 3) if group in ("kd", "kd2", "splitkd") else x
+        y = torch.empty_like(x).normal_(0, 3) if group in ("kd", "kd2", "splitkd", "poll1") else x
         g = torch.empty_like(x)
         lab = torch.randint(0, V, (T,), device="cuda")
         lab[0], lab[1] = 0, V - 1
