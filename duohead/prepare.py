@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from duohead import checks
 from duohead.fields import Number
 from duohead.loss import Loss
-from duohead.plan import Plan, make_plan
+from duohead.plan import Given, Plan, make_plan
 from duohead.spec import HeadSpec
 from duohead.terms import CrossEntropy
 
@@ -168,7 +168,29 @@ def check_arguments(
     )
 
 
-def make_pass(arguments: Arguments, losses: Mapping[str, Loss], with_head: bool = True) -> Pass:
+_PLANS: dict[Any, tuple[Plan, list[Number]]] = {}
+_MOST_PLANS = 256
+
+
+def remembered_plan(losses: Mapping[str, Loss], given: Given, **settings: Any) -> tuple[Plan, list[Number]]:
+    """``make_plan``, kept for calls that repeat every setting: planning costs more than launching a kernel."""
+    key = (tuple(losses.items()), given, tuple(settings.items()))
+    try:
+        found = _PLANS.get(key)
+    except TypeError:  # a hyperparameter that is an array
+        return make_plan(losses, given, **settings)
+    if found is None:
+        found = make_plan(losses, given, **settings)
+        if all(isinstance(value, (int, float)) for value in found[1]):
+            if len(_PLANS) >= _MOST_PLANS:
+                _PLANS.clear()
+            _PLANS[key] = found
+    return found
+
+
+def make_pass(
+    arguments: Arguments, losses: Mapping[str, Loss], with_head: bool = True, remember: bool = False
+) -> Pass:
     """The pass over some of the call's losses; ``with_head``: also over the head's metrics and token outputs."""
     present = {
         **arguments.inputs,
@@ -177,17 +199,14 @@ def make_pass(arguments: Arguments, losses: Mapping[str, Loss], with_head: bool 
         "preference_pairs": arguments.preference_pairs,
     }
     given = checks.given_inputs(present, arguments.teacher_logits, arguments.ref_logprobs)
-    plan, hyper = make_plan(
-        losses,
-        given,
-        logits_scale_factor=arguments.logits_scale_factor,
-        final_logit_softcap=arguments.final_logit_softcap,
-        head_metrics=arguments.metrics if with_head else (),
-        tokens=arguments.tokens if with_head else (),
-        num_tokens=arguments.counts["num_tokens"],
-        num_sequences=arguments.counts["num_sequences"],
-        num_pairs=arguments.counts["num_pairs"],
-    )
+    settings = {
+        "logits_scale_factor": arguments.logits_scale_factor,
+        "final_logit_softcap": arguments.final_logit_softcap,
+        "head_metrics": arguments.metrics if with_head else (),
+        "tokens": arguments.tokens if with_head else (),
+        **arguments.counts,
+    }
+    plan, hyper = (remembered_plan if remember else make_plan)(losses, given, **settings)
     check_labels_given(arguments, losses, plan)
     return Pass(
         plan,
@@ -221,11 +240,11 @@ def _is_sum(operand: Any) -> bool:
     return operand.source in ("sequence", "carried", "chosen", "rejected") and operand.index > 0
 
 
-def make_passes(arguments: Arguments) -> list[Pass]:
-    """One pass over everything, or with ``per_loss`` one for each loss."""
+def make_passes(arguments: Arguments, remember: bool = False) -> list[Pass]:
+    """One pass over everything, or with ``per_loss`` one for each loss; ``remember``: plans may come from a cache."""
     if arguments.implementation != "per_loss":
-        return [make_pass(arguments, arguments.losses)]
+        return [make_pass(arguments, arguments.losses, remember=remember)]
     return [
-        make_pass(arguments, {name: loss}, with_head=i == 0)
+        make_pass(arguments, {name: loss}, with_head=i == 0, remember=remember)
         for i, (name, loss) in enumerate(arguments.losses.items())
     ]

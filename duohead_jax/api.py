@@ -255,7 +255,7 @@ def _prepare(arguments: dict[str, Any]) -> tuple[Static, tuple[Arrays, ...]]:
     if not traced and (validate or checked.implementation == "per_loss"):
         checks.check_ranges(*arrays, size, checked.num_segments)
     valid = _valid(checked.labels, checked.mask, logits)
-    passes = make_passes(checked)
+    passes = make_passes(checked, remember=True)
     stopped = jax.lax.stop_gradient
     return Static(tuple(item.plan for item in passes), size, padded, checked.num_segments, axes), tuple(
         Arrays(

@@ -225,7 +225,7 @@ def _prepare(arguments: dict[str, Any]) -> _Call:
                 checked.num_segments,
             ),
         )
-        for item in make_passes(checked)
+        for item in make_passes(checked, remember=not torch.compiler.is_compiling())
     )
     return _Call(logits, jobs, setting, pick_runner(checked.implementation, logits))
 
