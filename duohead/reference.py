@@ -207,6 +207,11 @@ def _ratio(log_ratio: float) -> float:
     return math.exp(min(log_ratio, MAX_EXPONENT))
 
 
+def _times(factor: float, value: float) -> float:
+    """A factor of 0 removes even an infinite value."""
+    return factor * value if factor else 0.0
+
+
 def _band(loss: Loss) -> tuple[float, float]:
     return 1.0 - loss.get("epsilon_low", 0.2), 1.0 + loss.get("epsilon_high", 0.2)
 
@@ -230,7 +235,7 @@ def _policy(loss: Loss, lp: float, old: float | None, advantage: float) -> tuple
     """One token's policy objective and its derivative with respect to lp."""
     objective = loss.get("objective", "clip")
     if objective == "reinforce":
-        return -advantage * lp, -advantage
+        return _times(-advantage, lp), -advantage
     assert old is not None
     r = _ratio(lp - old)
     if objective == "clip":
@@ -238,7 +243,7 @@ def _policy(loss: Loss, lp: float, old: float | None, advantage: float) -> tuple
     if objective == "cispo":  # the clipped ratio is a constant
         low, high = _band(loss)
         clipped = min(max(r, low), high)
-        return -clipped * advantage * lp, -clipped * advantage
+        return _times(-clipped * advantage, lp), -clipped * advantage
     if objective == "sapo":
         tau = loss.get("tau_pos", 1.0) if advantage > 0.0 else loss.get("tau_neg", 1.05)
         z = tau * (r - 1.0)
@@ -255,7 +260,8 @@ def _kl_estimate(loss: Loss, lp: float, ref: float) -> tuple[float, float]:
     if estimator == "k2":
         return difference**2 / 2.0, -difference
     if estimator == "k3":
-        return _ratio(difference) - difference - 1.0, 1.0 - _ratio(difference)
+        bounded = min(difference, MAX_EXPONENT)
+        return math.exp(bounded) - bounded - 1.0, 1.0 - _ratio(difference)
     raise ValueError(f"unknown kl_estimator {estimator!r}")
 
 
@@ -395,8 +401,8 @@ def _preference(
             h = beta * (mean_c - mean_r if ipo else sum_c - sum_r)
             straight, d_straight = _dpo_value(loss, h)
             flipped, d_flipped = _dpo_value(loss, -h)
-            value = (1.0 - smoothing) * straight + smoothing * flipped
-            d_h = (1.0 - smoothing) * d_straight - smoothing * d_flipped
+            value = (1.0 - smoothing) * straight + _times(smoothing, flipped)
+            d_h = (1.0 - smoothing) * d_straight - _times(smoothing, d_flipped)
             # derivatives with respect to one token of each side
             d_chosen = d_h * beta / (max(len(chosen), 1) if ipo else 1)
             d_rejected = -d_h * beta / (max(len(rejected), 1) if ipo else 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from duohead.fields import Number, choice, number, text
-from duohead.loss import Loss, Measurement, Output, Part, register
+from duohead.loss import Loss, Measurement, OnlyWith, Output, Part, register
 from duohead.namespace import exp, maximum, minimum, sigmoid, where
 from duohead.term import Measure, Term
 from duohead.terms.label import is_zero
@@ -19,6 +19,20 @@ NO_DELTA = float("inf")
 
 def ratio_of(log_ratio):  # type: ignore[no-untyped-def]
     return exp(minimum(log_ratio, MAX_LOG_RATIO))
+
+
+def exp_minus_linear(x):  # type: ignore[no-untyped-def]
+    """e^x − x − 1 ≥ 0. Near 0, where the difference would cancel, it is the series x²/2 · (1 + x/3 + x²/12 + …)."""
+    bounded = minimum(x, MAX_LOG_RATIO)
+    rest = 1.0 + bounded / 7.0 * (1.0 + bounded / 8.0 * (1.0 + bounded / 9.0))
+    rest = 1.0 + bounded / 4.0 * (1.0 + bounded / 5.0 * (1.0 + bounded / 6.0 * rest))
+    series = 0.5 * bounded * bounded * (1.0 + bounded / 3.0 * rest)
+    return where((x > -0.05) & (x < 0.05), series, exp(bounded) - bounded - 1.0)
+
+
+def times(slope, logprob):  # type: ignore[no-untyped-def]
+    """slope·log p, and 0 where the slope is, also for a label at −inf."""
+    return where(slope == 0.0, 0.0, slope * logprob)
 
 
 def clipped_objective(ratio, advantages, epsilon_low, epsilon_high, delta):  # type: ignore[no-untyped-def]
@@ -50,7 +64,7 @@ def grpo_cispo(  # type: ignore[no-untyped-def]
     ratio = ratio_of(logprob - old_logprobs)
     clipped = minimum(maximum(ratio, 1.0 - epsilon_low), 1.0 + epsilon_high)
     slope = -importance_weights * clipped * advantages
-    return slope * logprob, slope
+    return times(slope, logprob), slope
 
 
 def grpo_sapo(logprob, old_logprobs, advantages, importance_weights, tau_pos, tau_neg):  # type: ignore[no-untyped-def]
@@ -65,7 +79,7 @@ def grpo_sapo(logprob, old_logprobs, advantages, importance_weights, tau_pos, ta
 
 def grpo_reinforce(logprob, advantages, importance_weights):  # type: ignore[no-untyped-def]
     slope = -importance_weights * advantages
-    return slope * logprob, slope
+    return times(slope, logprob), slope
 
 
 def kl_k1(logprob, ref_logprobs, beta):  # type: ignore[no-untyped-def]
@@ -79,8 +93,7 @@ def kl_k2(logprob, ref_logprobs, beta):  # type: ignore[no-untyped-def]
 
 def kl_k3(logprob, ref_logprobs, beta):  # type: ignore[no-untyped-def]
     log_ratio = ref_logprobs - logprob
-    ratio = ratio_of(log_ratio)
-    return beta * (ratio - log_ratio - 1.0), beta * (1.0 - ratio)
+    return beta * exp_minus_linear(log_ratio), beta * (1.0 - ratio_of(log_ratio))
 
 
 def gspo_clip(  # type: ignore[no-untyped-def]
@@ -99,7 +112,7 @@ def ratio_measure(log_ratio, advantages, epsilon_low, epsilon_high):  # type: ig
     return (
         ratio,
         ratio * ratio,
-        ratio - minimum(log_ratio, MAX_LOG_RATIO) - 1.0,
+        exp_minus_linear(log_ratio),
         low + high,
         where(advantages < 0.0, low, 0.0),
         where(advantages > 0.0, high, 0.0),
@@ -199,7 +212,13 @@ class PolicyLoss(Loss):
         if self.metrics == "none":
             return ()
         found = [Measurement(_NEW_LOGPROBS, {}, _mean_of("new_logprobs"))]
-        if self.metrics == "basic" or {"old_logprobs", "advantages"} <= given:
+        missing = {"old_logprobs", "advantages"} - given
+        if self.metrics == "basic" and missing:
+            raise ValueError(
+                f"{', '.join(sorted(missing))}: metrics='basic' of a {self.type} loss needs it, none was given; "
+                f"metrics='auto' reports what the inputs allow"
+            )
+        if not missing:
             band = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
             found.append(Measurement(_OLD_LOGPROBS, {}, _mean_of("old_logprobs")))
             found.append(Measurement(self.ratio_measure, band, _RATIO_OUTPUTS))
@@ -236,15 +255,12 @@ class GRPO(PolicyLoss):
     'clip'
     """
 
+    only_with: ClassVar[tuple[OnlyWith, ...]] = (*Loss.only_with, OnlyWith("delta", "objective", "clip"))
+
     objective: str = choice("clip", "which surrogate", tuple(OBJECTIVES))
     delta: Number = number(None, "upper bound of the ratio where A < 0", above=0.0, optional=True)
     tau_pos: Number = number(1.0, "gate temperature of `sapo` where A > 0", above=0.0)
     tau_neg: Number = number(1.05, "gate temperature of `sapo` elsewhere", above=0.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.delta is not None and self.objective != "clip":
-            raise ValueError(f"delta: only the `clip` objective uses it, objective is {self.objective!r}")
 
     def parts(self, given: frozenset[str]) -> tuple[Part, ...]:
         band = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}

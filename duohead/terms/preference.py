@@ -24,22 +24,25 @@ def hinge_loss(h):  # type: ignore[no-untyped-def]
     return maximum(1.0 - h, 0.0), where(h < 1.0, -1.0, 0.0)
 
 
+def smoothed(kept, flipped, label_smoothing):  # type: ignore[no-untyped-def]
+    """(1 − ε)·kept + ε·flipped; with ε = 0 an infinite other side adds nothing."""
+    return (1.0 - label_smoothing) * kept + where(label_smoothing > 0.0, label_smoothing * flipped, 0.0)
+
+
 def dpo_sigmoid(chosen, rejected, beta, label_smoothing):  # type: ignore[no-untyped-def]
     h = beta * (chosen - rejected)
     kept, slope = sigmoid_loss(h)
     flipped, flipped_slope = sigmoid_loss(-h)
-    value = (1.0 - label_smoothing) * kept + label_smoothing * flipped
-    slope = beta * ((1.0 - label_smoothing) * slope - label_smoothing * flipped_slope)
-    return value, slope, -slope
+    slope = beta * smoothed(slope, -flipped_slope, label_smoothing)
+    return smoothed(kept, flipped, label_smoothing), slope, -slope
 
 
 def dpo_hinge(chosen, rejected, beta, label_smoothing):  # type: ignore[no-untyped-def]
     h = beta * (chosen - rejected)
     kept, slope = hinge_loss(h)
     flipped, flipped_slope = hinge_loss(-h)
-    value = (1.0 - label_smoothing) * kept + label_smoothing * flipped
-    slope = beta * ((1.0 - label_smoothing) * slope - label_smoothing * flipped_slope)
-    return value, slope, -slope
+    slope = beta * smoothed(slope, -flipped_slope, label_smoothing)
+    return smoothed(kept, flipped, label_smoothing), slope, -slope
 
 
 def dpo_ipo(chosen, rejected, beta, label_smoothing):  # type: ignore[no-untyped-def]
@@ -47,9 +50,8 @@ def dpo_ipo(chosen, rejected, beta, label_smoothing):  # type: ignore[no-untyped
     target = 0.5 / beta
     kept = difference - target
     flipped = -difference - target
-    value = (1.0 - label_smoothing) * kept * kept + label_smoothing * flipped * flipped
-    slope = 2.0 * ((1.0 - label_smoothing) * kept - label_smoothing * flipped)
-    return value, slope, -slope
+    slope = 2.0 * smoothed(kept, -flipped, label_smoothing)
+    return smoothed(kept * kept, flipped * flipped, label_smoothing), slope, -slope
 
 
 def simpo(chosen_logprob_mean, rejected_logprob_mean, beta, margin):  # type: ignore[no-untyped-def]
@@ -81,7 +83,8 @@ def kto(  # type: ignore[no-untyped-def]
 ):
     sign = where(advantages_mean > 0.0, 1.0, where(advantages_mean < 0.0, -1.0, 0.0))
     weight = where(sign > 0.0, desirable_weight, where(sign < 0.0, undesirable_weight, 0.0))
-    z = beta * sign * (reward - reference_point)
+    # A sequence that is neither has no reward to speak of, whatever its log-probability.
+    z = where(sign == 0.0, 0.0, beta * sign * (reward - reference_point))
     # 1 − σ(z) is σ(−z)
     return weight * sigmoid(-z), -weight * beta * sign * sigmoid(z) * sigmoid(-z)
 
@@ -148,12 +151,9 @@ class PairLoss(Loss):
 
     metric_names: ClassVar[tuple[str, ...]] = _REWARDS
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reduction not in ("token_mean", "sum", "constant"):
-            raise ValueError(
-                f"reduction: {self.type} is a mean over pairs (token_mean), a sum or constant, got {self.reduction!r}"
-            )
+    reduction: str = choice(
+        "token_mean", "how pairs become one scalar: token_mean is the mean over pairs", ("token_mean", "sum", "constant")
+    )
 
 
 @register("dpo")
