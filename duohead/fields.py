@@ -35,10 +35,14 @@ class Rule:
     above: float | None = None
     maximum: float | None = None
     below: float | None = None
+    whole: bool = False
+    many: bool = False
 
     @property
     def range(self) -> str:
         """The allowed values in words, as in messages and docs."""
+        if self.many:
+            return "a list of " + ", ".join(self.choices or ())
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.text:
@@ -48,12 +52,16 @@ class Rule:
             for sign, bound in ((">=", self.minimum), (">", self.above), ("<=", self.maximum), ("<", self.below))
             if bound is not None
         ]
-        words = "a number " + " and ".join(bounds) if bounds else "a number"
+        kind = "a whole number" if self.whole else "a number"
+        words = f"{kind} " + " and ".join(bounds) if bounds else kind
         return words + (" or null" if self.optional else "")
 
     def check(self, value: Any, path: str) -> None:
         """Raises ValueError or TypeError unless ``value`` is allowed; scalar arrays pass unread."""
         if value is None and self.optional:
+            return
+        if self.many:
+            self._check_many(value, path)
             return
         if self.choices is not None:
             if not isinstance(value, str) or value not in self.choices:
@@ -63,12 +71,21 @@ class Rule:
             if not isinstance(value, str) or not value:
                 raise TypeError(f"{path}{self.name}: must be {self.range}, got {value!r}")
             return
+        if self.whole and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{path}{self.name}: must be {self.range}, got {value!r}")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if not self._in_range(value):
                 raise ValueError(f"{path}{self.name}: must be {self.range}, got {value!r}")
             return
         if isinstance(value, (str, bytes, bool, list, tuple, dict)) or getattr(value, "shape", None) != ():
             raise TypeError(f"{path}{self.name}: must be {self.range}, got {value!r}")
+
+    def _check_many(self, value: Any, path: str) -> None:
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"{path}{self.name}: must be {self.range}, got {value!r}")
+        for item in value:
+            if item not in (self.choices or ()):
+                raise ValueError(f"{path}{self.name}: got {item!r}{nearest(str(item), self.choices or ())}")
 
     def _in_range(self, value: float) -> bool:
         if value != value or value in (math.inf, -math.inf):
@@ -93,22 +110,33 @@ def number(
     optional: bool = False,
 ) -> Any:
     """A numeric field: a runtime value that may change each step."""
-    return _field(
+    return declared(
         Rule("", doc, default, minimum=minimum, above=above, maximum=maximum, below=below, optional=optional)
     )
 
 
 def choice(default: str, doc: str, choices: Sequence[str]) -> Any:
     """A field that takes one of a few words; it is part of the program's structure."""
-    return _field(Rule("", doc, default, choices=tuple(choices)))
+    return declared(Rule("", doc, default, choices=tuple(choices)))
 
 
 def text(default: str | None, doc: str, *, optional: bool = False) -> Any:
     """A field that takes a name."""
-    return _field(Rule("", doc, default, text=True, optional=optional))
+    return declared(Rule("", doc, default, text=True, optional=optional))
 
 
-def _field(rule: Rule) -> Any:
+def whole_number(default: int | None, doc: str, *, minimum: float | None = None, optional: bool = False) -> Any:
+    """A field that takes an integer of the program's structure."""
+    return declared(Rule("", doc, default, minimum=minimum, optional=optional, whole=True))
+
+
+def names(doc: str, choices: Sequence[str]) -> Any:
+    """A field that takes a list of a few words; none by default."""
+    return declared(Rule("", doc, (), choices=tuple(choices), many=True))
+
+
+def declared(rule: Rule) -> Any:
+    """A dataclass field that carries its rule."""
     return dataclasses.field(default=rule.default, metadata={"rule": rule})
 
 

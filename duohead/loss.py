@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -17,6 +18,15 @@ class Part(NamedTuple):
 
     term: Term
     values: dict[str, Number]
+
+
+class OnlyWith(NamedTuple):
+    """``field`` is used where ``other`` is ``value`` and refused elsewhere; ``required``: there it must be given."""
+
+    field: str
+    other: str
+    value: str
+    required: bool = False
 
 
 class Output(NamedTuple):
@@ -49,6 +59,8 @@ class Loss:
     #: metrics that the type can report, for the docs
     metric_names: ClassVar[tuple[str, ...]] = ()
     negative_weight: ClassVar[bool] = False
+    #: fields that one choice alone uses
+    only_with: ClassVar[tuple[OnlyWith, ...]] = (OnlyWith("denominator", "reduction", "constant", True),)
 
     weight: Number = number(1.0, "factor of this loss in the total", minimum=0.0)
     logits_scale_factor: Number = number(1.0, "multiplies the head's own logits scale for this loss", above=0.0)
@@ -58,10 +70,12 @@ class Loss:
     def __post_init__(self) -> None:
         for rule in self.rules:
             rule.check(getattr(self, rule.name), "")
-        if self.reduction == "constant" and self.denominator is None:
-            raise ValueError("denominator: the `constant` reduction needs one, a number > 0")
-        if self.reduction != "constant" and self.denominator is not None:
-            raise ValueError(f"denominator: only the `constant` reduction uses it, reduction is {self.reduction!r}")
+        for field, other, value, required in self.only_with:
+            chosen, given = getattr(self, other), getattr(self, field) is not None
+            if required and chosen == value and not given:
+                raise ValueError(f"{field}: the `{value}` {other} needs one, a number > 0")
+            if given and chosen != value:
+                raise ValueError(f"{field}: only the `{value}` {other} uses it, {other} is {chosen!r}")
 
     @property
     def student_scale(self) -> tuple[Number, Number]:
@@ -100,6 +114,14 @@ def register(type_name: str) -> Callable[[_AnyLoss], _AnyLoss]:
     """Class decorator: makes a spec class the loss ``type_name`` of configurations."""
 
     def add(cls: _AnyLoss) -> _AnyLoss:
+        if not isinstance(type_name, str) or not type_name or type_name == "monolithic":
+            raise ValueError(f"a loss type is a non-empty name other than 'monolithic' (a group), got {type_name!r}")
+        forgotten = [name for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)]
+        if forgotten:
+            raise TypeError(
+                f"{cls.__name__}: put @dataclass(frozen=True, kw_only=True) below @register, "
+                f"or its fields ({', '.join(forgotten)}) are no fields"
+            )
         if type_name in LOSS_TYPES:
             raise ValueError(f"a loss type {type_name!r} is registered already: {LOSS_TYPES[type_name].__name__}")
         cls.type = type_name
