@@ -59,6 +59,8 @@ class Loss:
     #: metrics that the type can report, for the docs
     metric_names: ClassVar[tuple[str, ...]] = ()
     negative_weight: ClassVar[bool] = False
+    #: a sequence term's value counts at each of the sequence's tokens (GSPO), not once per sequence (KTO)
+    carried_by_tokens: ClassVar[bool] = True
     #: fields that one choice alone uses
     only_with: ClassVar[tuple[OnlyWith, ...]] = (OnlyWith("denominator", "reduction", "constant", True),)
 
@@ -110,6 +112,29 @@ LOSS_TYPES: dict[str, type[Loss]] = {}
 _AnyLoss = TypeVar("_AnyLoss", bound=type[Loss])
 
 
+#: every declared spec class, and who is told of each (JAX makes them pytrees)
+_DECLARED: list[type[Loss]] = []
+_LISTENERS: list[Callable[[type[Loss]], None]] = []
+
+
+def declare(cls: type[Loss], type_name: str) -> None:
+    """Collects a spec class's rules and tells the adapters of it."""
+    cls.type = type_name
+    cls.rules = tuple(
+        _without_minimum(rule) if rule.name == "weight" and cls.negative_weight else rule for rule in rules_of(cls)
+    )
+    _DECLARED.append(cls)
+    for listener in _LISTENERS:
+        listener(cls)
+
+
+def on_declared(listener: Callable[[type[Loss]], None]) -> None:
+    """Calls ``listener`` with every spec class, those declared already and those to come."""
+    _LISTENERS.append(listener)
+    for cls in _DECLARED:
+        listener(cls)
+
+
 def register(type_name: str) -> Callable[[_AnyLoss], _AnyLoss]:
     """Class decorator: makes a spec class the loss ``type_name`` of configurations."""
 
@@ -124,11 +149,7 @@ def register(type_name: str) -> Callable[[_AnyLoss], _AnyLoss]:
             )
         if type_name in LOSS_TYPES:
             raise ValueError(f"a loss type {type_name!r} is registered already: {LOSS_TYPES[type_name].__name__}")
-        cls.type = type_name
-        cls.rules = tuple(
-            _without_minimum(rule) if rule.name == "weight" and cls.negative_weight else rule
-            for rule in rules_of(cls)
-        )
+        declare(cls, type_name)
         LOSS_TYPES[type_name] = cls
         return cls
 

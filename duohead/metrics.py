@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 class Mean(NamedTuple):
     """Σ value / Σ weight; 0 where nothing was counted."""
@@ -87,13 +89,32 @@ def combine(parts: Sequence[Mapping[str, Part]]) -> dict[str, Part]:
     return joined
 
 
+def _array(value: Any) -> Any:
+    return value if hasattr(value, "clip") else np.float64(value)
+
+
 def _join(a: Part, b: Part) -> Part:
     weight = a.weight + b.weight
+    # clip, an array's own method: no framework is named, nothing is synchronised, it traces, and a NaN stays.
     if isinstance(a, Minimum):
-        return Minimum(min(a.value, b.value), weight)
+        return Minimum(_array(a.value).clip(None, b.value), weight)
     if isinstance(a, Maximum):
-        return Maximum(max(a.value, b.value), weight)
+        return Maximum(_array(a.value).clip(b.value, None), weight)
     return type(a)(a.value + b.value, weight)
+
+
+def pack(xp: Any, parts: Mapping[str, Part]) -> Any:
+    """All parts as one array ``[2, parts]`` of values and weights: what travels in one collective."""
+    return xp.stack([xp.stack([part[i] for part in parts.values()]) for i in (0, 1)])
+
+
+def combine_packed(xp: Any, parts: Mapping[str, Part], packed: Any) -> dict[str, Part]:
+    """The whole batch's parts from every rank's ``pack`` in an array ``[ranks, 2, parts]``."""
+    joins = {Minimum: xp.min_all, Maximum: xp.max_all}
+    return {
+        name: type(part)(joins.get(type(part), xp.sum_all)(packed[:, 0, i]), xp.sum_all(packed[:, 1, i]))
+        for i, (name, part) in enumerate(parts.items())
+    }
 
 
 def finish_all(parts: Mapping[str, Part]) -> dict[str, float]:
@@ -103,7 +124,15 @@ def finish_all(parts: Mapping[str, Part]) -> dict[str, float]:
         value, weight = float(part.value), float(part.weight)
         if isinstance(part, (Mean, ExpMean)):
             mean = value / weight if weight > 0 else 0.0
-            found[name] = math.exp(mean) if isinstance(part, ExpMean) else mean
+            found[name] = _exp(mean) if isinstance(part, ExpMean) else mean
         else:
             found[name] = value if weight > 0 else 0.0
     return found
+
+
+def _exp(x: float) -> float:
+    """e^x, and inf past the largest float, as arrays have it."""
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf

@@ -92,6 +92,7 @@ class PlannedLoss(NamedTuple):
     parts: tuple[PlannedPart, ...]
     measurements: tuple[PlannedMeasurement, ...]
     counts: tuple[str, ...]
+    carried_by_tokens: bool
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -161,6 +162,11 @@ def same_number(a: Number, b: Number) -> bool:
     return isinstance(a, (int, float)) and isinstance(b, (int, float)) and a == b
 
 
+def joined(a: Number, b: Number) -> Number:
+    """One number for two equal ones; both stay in use, for Dynamo makes a constant of a number that nothing uses."""
+    return a if a is b else 0.5 * a + 0.5 * b
+
+
 class Planner:
     """Collects what the losses ask for, sharing whatever they have in common."""
 
@@ -182,8 +188,13 @@ class Planner:
         self.hyper.append(value)
         return len(self.hyper) - 1
 
+    def join(self, slot: int, value: Number) -> None:
+        """Enters a number that equals the one in the slot."""
+        self.hyper[slot] = joined(self.hyper[slot], value)
+
     def softmax(self, scale: tuple[Number, Number], statistic: str | None) -> int:
         """The index of the softmax of this (loss scale, student temperature), which is to give ``statistic``."""
+        value = self.head_scale * scale[0] / scale[1]
         index = -1
         for i, (factor, temperature) in enumerate(self.scales):
             if same_number(factor, scale[0]) and same_number(temperature, scale[1]):
@@ -191,8 +202,9 @@ class Planner:
         if index < 0:
             index = len(self.scales)
             self.scales.append(scale)
-            slot = self.slot(self.head_scale * scale[0] / scale[1])
-            self.softmaxes.append(Softmax(slot, False, False, False))
+            self.softmaxes.append(Softmax(self.slot(value), False, False, False))
+        else:
+            self.join(self.softmaxes[index].scale, value)
         old = self.softmaxes[index]
         self.softmaxes[index] = Softmax(
             old.scale,
@@ -203,18 +215,19 @@ class Planner:
         return index
 
     def teacher(self, name: str, factor: Number, temperature: Number) -> int:
+        value = self.head_scale * factor / temperature
         for i, (known, known_factor, known_temperature) in enumerate(self.teacher_keys):
             if (
                 known == name
                 and same_number(known_factor, factor)
                 and same_number(known_temperature, temperature)
             ):
+                self.join(self.teachers[i].scale, value)
                 return i
         self.teacher_keys.append((name, factor, temperature))
         if name not in self.teacher_names:
             self.teacher_names.append(name)
-        slot = self.slot(self.head_scale * factor / temperature)
-        self.teachers.append(Teacher(self.teacher_names.index(name), slot))
+        self.teachers.append(Teacher(self.teacher_names.index(name), self.slot(value)))
         return len(self.teachers) - 1
 
     def pairing(self, loss: Loss, statistic: str, beta: int) -> int:
@@ -347,6 +360,7 @@ class Planner:
             tuple(parts),
             tuple(self.measurement(item, name, loss) for item in loss.measurements(self.given.inputs)),
             loss.counts(self.given.inputs),
+            loss.carried_by_tokens,
         )
 
     def plan(

@@ -56,10 +56,10 @@ def sequence_weights(
     )
 
 
-def pair_weight(xp: Any, reduction: str, *, num_pairs: Array, denominator: Array | None) -> Array:
-    """The weight of each preference pair."""
-    if reduction == "token_mean":
-        return inverse(xp, num_pairs)
+def item_weight(xp: Any, reduction: str, *, count: Array, denominator: Array | None) -> Array:
+    """The weight of each preference pair, or of each sequence where a sequence counts once."""
+    if reduction == "sum":
+        return xp.ones_like(count)
     if reduction == "constant":
         return inverse(xp, denominator)
-    return xp.ones_like(num_pairs)
+    return inverse(xp, count)

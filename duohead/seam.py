@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from duohead.metrics import KINDS, Mean, Total, finish
 from duohead.plan import Operand, Plan, PlannedLoss, PlannedMeasurement, PlannedPart
-from duohead.reductions import pair_weight, sequence_weights, token_weights
+from duohead.reductions import item_weight, sequence_weights, token_weights
 from duohead.statistics import Inputs, Statistics
 
 Array = Any
@@ -93,7 +93,12 @@ class _Seam:
         """All sequence sums, packed: row 0 the lengths, then ``plan.sums``; one collective if sequences are split."""
         xp, plan, inputs = self.xp, self.plan, self.inputs
         self.num_tokens, self.num_segments = self.num_valid, inputs.num_segments
-        if not plan.needs_segments:
+        counts_segments = any("num_segments" in loss.counts for loss in plan.losses)
+        self.has_lengths = plan.needs_segments or (counts_segments and sum_sequences is not None)
+        if not self.has_lengths:
+            if sum_sequences is not None and plan.num_tokens < 0:
+                # The mean is over the whole's tokens, so that the ranks' losses add up.
+                self.num_tokens = sum_sequences(self.num_valid.reshape(1))[0]
             return
         ids = inputs.segment_ids
         self.in_sequence = self.valid & (ids >= 0)  # type: ignore[operator]
@@ -122,6 +127,8 @@ class _Seam:
     def _counts(self) -> None:
         """Given counts are the global batch's and replace those counted here."""
         xp, plan, hyper = self.xp, self.plan, self.hyper
+        # Without a single valid token nothing exists, not even the constant of an empty pair.
+        some = self.num_tokens != 0
         if plan.num_tokens >= 0:
             self.num_tokens = hyper[plan.num_tokens]
         self.sequence_count = None
@@ -133,8 +140,6 @@ class _Seam:
             pairs = self.inputs.preference_pairs
             assert pairs is not None
             self.sides = {"chosen": pairs[:, 0], "rejected": pairs[:, 1]}
-            # Without a single valid token nothing exists, not even the constant of an empty pair.
-            some = xp.sum_all(self.lengths) != 0
             self.real_pair = (pairs[:, 0] >= 0) & (pairs[:, 1] >= 0) & some
             # A pair that names a segment past the last one shows as NaN.
             wrong = self.real_pair & (
@@ -226,8 +231,11 @@ class _Seam:
         xp = self.xp
         denominator = self.hyper[loss.denominator] if loss.denominator >= 0 else None
         if kind == "pair":
-            weight = pair_weight(xp, loss.reduction, num_pairs=self.pair_count, denominator=denominator)
+            weight = item_weight(xp, loss.reduction, count=self.pair_count, denominator=denominator)
             return weight * self.pair_value, self.real_pair
+        if kind == "sequence" and not loss.carried_by_tokens:
+            weight = item_weight(xp, loss.reduction, count=self.sequence_count, denominator=denominator)
+            return weight, self.lengths != 0
         if kind == "sequence":
             weight = sequence_weights(
                 xp,
@@ -284,8 +292,8 @@ class _Seam:
 
     def _segments_here(self) -> Array:
         xp, ids = self.xp, self.inputs.segment_ids
-        if self.plan.needs_segments:
-            return self.num_sequences
+        if self.has_lengths:
+            return self.num_sequences * self.share
         known = self.valid & (ids >= 0) & (ids < self.num_segments)  # type: ignore[operator]
         flat = xp.where(known, self.counted, 0.0).reshape(-1)[None]
         safe = xp.where(known, ids, self.num_segments).reshape(-1)

@@ -95,6 +95,8 @@ class Term(Bound):
         arguments = [np.float64(0.5)] * len(self.operands)
         with np.errstate(all="ignore"):
             result = self.bound["numpy"](*arguments)
+        if result is None:
+            raise TypeError(f"term {self.name} returns nothing: it should return its value, or (value, derivatives ...)")
         if not isinstance(result, tuple):
             return False
         if len(result) != 1 + len(self.differentiable):

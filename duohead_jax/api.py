@@ -15,8 +15,8 @@ from duohead.prepare import check_arguments, make_passes
 from duohead.seam import Aux
 from duohead.spec import HeadSpec
 from duohead.token_statistics import TokenStatistics, plan_statistics
+from duohead_jax import pytrees as _pytrees  # noqa: F401  (makes the specs pytrees)
 from duohead_jax import xla
-from duohead_jax.pytrees import register_losses
 from duohead_jax.sharding import Axes
 from duohead_jax.xla import Arrays, Static
 
@@ -239,7 +239,6 @@ def _valid(labels: jax.Array | None, mask: jax.Array | None, logits: jax.Array) 
 
 def _prepare(arguments: dict[str, Any]) -> tuple[Static, tuple[Arrays, ...]]:
     """Checks a call's arguments and makes its passes."""
-    register_losses()
     logits = arguments.pop("logits")
     axes = Axes(arguments.pop("vocab_axis"), arguments.pop("sequence_axis"))
     validate = arguments.pop("validate")

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from duohead.loss import LOSS_TYPES, Loss
+from duohead.loss import Loss, on_declared
 from duohead.spec import HeadSpec
 
 _KEEP_ONE = ("logits_scale_factor", "student_temperature")
@@ -49,21 +49,10 @@ def _flatten_head(head: HeadSpec) -> tuple[tuple[Any, ...], Any]:
     return tuple(getattr(head, name) for name in _HEAD_LEAVES), (_HEAD_LEAVES, static)
 
 
-_registered: set[type] = set()
-
-
-def register_losses() -> None:
-    """Registers every loss type that has not been yet; called again when a new one may have appeared."""
-    for cls in LOSS_TYPES.values():
-        register_loss_class(cls)
-
-
 def register_loss_class(cls: type) -> None:
     """Makes one loss class a pytree."""
-    if cls not in _registered:
-        _registered.add(cls)
-        jax.tree_util.register_pytree_node(cls, _flatten_loss, _unflatten(cls))
+    jax.tree_util.register_pytree_node(cls, _flatten_loss, _unflatten(cls))
 
 
 jax.tree_util.register_pytree_node(HeadSpec, _flatten_head, _unflatten(HeadSpec))
-register_losses()
+on_declared(register_loss_class)

@@ -141,6 +141,13 @@ _KTO_OUTPUTS = (
     Output((("rewards_rejected", "mean"),), weight=3),
     Output(()),
 )
+#: a pair, or a sequence that counts once, has no tokens to weight: its `token_mean` is a mean over pairs or sequences
+PAIR_REDUCTIONS = ("token_mean", "sum", "constant")
+PAIR_REDUCTION = "how pairs become one scalar: token_mean is the mean over pairs"
+SEQUENCE_REDUCTIONS = ("token_mean", "sum", "sequence_mean_token_mean", "constant")
+SEQUENCE_REDUCTION = (
+    "how sequences become one scalar: token_mean is, like sequence_mean_token_mean, the mean over sequences"
+)
 _REWARDS = ("rewards_chosen", "rewards_rejected", "margin", "accuracy")
 _REWARD_OUTPUTS = tuple(Output(((name, "mean"),)) for name in _REWARDS)
 
@@ -151,9 +158,7 @@ class PairLoss(Loss):
 
     metric_names: ClassVar[tuple[str, ...]] = _REWARDS
 
-    reduction: str = choice(
-        "token_mean", "how pairs become one scalar: token_mean is the mean over pairs", ("token_mean", "sum", "constant")
-    )
+    reduction: str = choice("token_mean", PAIR_REDUCTION, PAIR_REDUCTIONS)
 
 
 @register("dpo")
@@ -241,17 +246,14 @@ class KTO(Loss):
     for an undesirable one (advantage < 0). z₀, ``reference_point``, is the paper's detached KL estimate: a runtime
     value, because an estimate from the sequences at hand would differ between micro-batches.
 
-    >>> KTO(beta=0.2).reduction
-    'sequence_mean_token_mean'
+    >>> KTO(beta=0.2).reference_point
+    0.0
     """
 
     metric_names: ClassVar[tuple[str, ...]] = ("rewards_chosen", "rewards_rejected")
+    carried_by_tokens: ClassVar[bool] = False
 
-    reduction: str = choice(
-        "sequence_mean_token_mean",
-        "how sequences become one scalar",
-        ("token_mean", "sum", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"),
-    )
+    reduction: str = choice("token_mean", SEQUENCE_REDUCTION, SEQUENCE_REDUCTIONS)
     beta: Number = number(0.1, "β, the inverse temperature of the implicit reward", above=0.0)
     desirable_weight: Number = number(1.0, "λ_D", minimum=0.0)
     undesirable_weight: Number = number(1.0, "λ_U", minimum=0.0)
