@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from duohead.fields import Rule, nearest
 from duohead.loss import Loss
@@ -149,23 +149,48 @@ def token_count(logits: Any) -> int:
     return count
 
 
-def check_ranges(
+class RangeFault(NamedTuple):
+    """A value that would show as NaN: which argument it is in, and the largest such value."""
+
+    argument: str
+    got: int
+
+    def message(self, vocab_size: int, num_segments: int) -> str:
+        if self.argument == "labels":
+            return f"labels: must be < {vocab_size} (the vocabulary), got {self.got}"
+        limit = f"{self.argument}: must be < num_segments = {num_segments}"
+        if self.argument == "segment_ids":
+            return f"{limit} (default: the number of tokens), got {self.got}; pass num_segments"
+        return f"{limit}, got {self.got}"
+
+
+RANGED = ("labels", "segment_ids", "preference_pairs")
+
+
+def range_fault(
     labels: Any, mask: Any, segment_ids: Any, pairs: Any, vocab_size: int, num_segments: int
-) -> None:
-    """Reads the arrays (a device sync on an accelerator) and refuses what would show as NaN."""
+) -> RangeFault | None:
+    """Reads the arrays (a device sync on an accelerator) and returns what would show as NaN."""
     if labels is not None and labels.shape != () and _size(labels):
         wrong = labels >= vocab_size
         if mask is not None:
             wrong = wrong & mask
         if bool(wrong.any()):
-            raise ValueError(f"labels: must be < {vocab_size} (the vocabulary), got {int(labels[wrong].max())}")
+            return RangeFault("labels", int(labels[wrong].max()))
     if segment_ids is not None and _size(segment_ids) and int(segment_ids.max()) >= num_segments:
-        raise ValueError(
-            f"segment_ids: must be < num_segments = {num_segments} (default: the number of tokens), got "
-            f"{int(segment_ids.max())}; pass num_segments"
-        )
+        return RangeFault("segment_ids", int(segment_ids.max()))
     if pairs is not None and _size(pairs) and int(pairs.max()) >= num_segments:
-        raise ValueError(f"preference_pairs: must be < num_segments = {num_segments}, got {int(pairs.max())}")
+        return RangeFault("preference_pairs", int(pairs.max()))
+    return None
+
+
+def check_ranges(
+    labels: Any, mask: Any, segment_ids: Any, pairs: Any, vocab_size: int, num_segments: int
+) -> None:
+    """Refuses what ``range_fault`` finds."""
+    fault = range_fault(labels, mask, segment_ids, pairs, vocab_size, num_segments)
+    if fault is not None:
+        raise ValueError(fault.message(vocab_size, num_segments))
 
 
 def _size(array: Any) -> int:

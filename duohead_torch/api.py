@@ -10,15 +10,27 @@ import torch
 from duohead import checks
 from duohead.engine import join_aux
 from duohead.fields import Number
+from duohead.foreign import JAX, refuse_foreign
 from duohead.loss import Loss
 from duohead.prepare import Arguments, check_arguments, make_passes
 from duohead.seam import Aux
 from duohead.spec import HeadSpec
-from duohead.statistics import Columns, Inputs
+from duohead.statistics import Inputs
 from duohead_torch.autograd import attach
 from duohead_torch.compiled import pick_runner
 from duohead_torch.hyper import hyper_tensors
 from duohead_torch.runner import Job, Setting, Written
+from duohead_torch.vocab_parallel import (
+    CheckedShards,
+    Group,
+    Layout,
+    Shards,
+    check_same_layout,
+    find_group,
+    find_layout,
+    local,
+    make_setting,
+)
 
 IMPLEMENTATIONS = ("auto", "triton", "compiled", "eager", "per_loss")
 
@@ -44,6 +56,7 @@ class _Call(NamedTuple):
     jobs: tuple[Job, ...]
     setting: Setting
     runner: Any
+    layout: Layout
 
 
 def monolithic_loss(
@@ -97,9 +110,10 @@ def monolithic_loss(
         tokens: per-token outputs among ``logprobs, entropy, lse``.
         overwrite_logits: the gradient takes the logits' memory; one backward only.
         implementation: ``auto``, ``triton``, ``compiled``, ``eager`` or ``per_loss`` (each loss by itself).
-        vocab_group: the ProcessGroup over which the vocabulary is split.
-        vocab_start: the first column of this rank's shard, where it does not follow from the sizes.
-        sequence_group: the ProcessGroup over which sequences are split.
+        vocab_group: the ProcessGroup over which the vocabulary is split; one all-gather serves all losses. Logits that
+            are a DTensor split over the vocabulary need none.
+        vocab_start: the first column of this rank's shard, where it is not ``rank · max(V, ceil(vocab_size / ranks))``.
+        sequence_group: the ProcessGroup over which sequences are split; the ranks' losses add up to the whole's.
         validate: check labels, segment ids and pairs against their ranges, also where that costs a device sync.
 
     Returns:
@@ -187,13 +201,15 @@ def monolithic_loss_and_grad(
         loss, aux = _joined(evaluations)
         upstream = hyper_tensors((grad_scale,), call.logits)[0]
         gradient = call.runner.gradient(
-            _written(call, evaluations), call.setting, call.logits, upstream, out=out, accumulate=accumulate
+            _written(call, evaluations), call.setting, call.logits, upstream, out=local(out), accumulate=accumulate
         )
-    return ResultAndGrad(Result(loss, aux), gradient)
+    return ResultAndGrad(Result(loss, aux), call.layout.wrap(gradient))
 
 
 def _prepare(arguments: dict[str, Any]) -> _Call:
     """Checks a call's arguments and makes its passes."""
+    if not torch.compiler.is_compiling():
+        refuse_foreign(arguments, "a torch tensor", (*JAX, "numpy"))
     logits = arguments.pop("logits")
     vocab_group, vocab_start = arguments.pop("vocab_group"), arguments.pop("vocab_start")
     sequence_group, validate = arguments.pop("sequence_group"), arguments.pop("validate")
@@ -202,14 +218,17 @@ def _prepare(arguments: dict[str, Any]) -> _Call:
         raise ValueError(
             f"implementation: got {arguments['implementation']!r}; valid: {', '.join(IMPLEMENTATIONS)}"
         )
-    if vocab_group is not None or sequence_group is not None or vocab_start is not None:
-        raise NotImplementedError("vocab_group: to come")
-    checked = check_arguments(logits, **arguments)
-    checks.check_vocab(logits, checked.vocab_size)
-    size = logits.shape[-1] if checked.vocab_size is None else checked.vocab_size
-    setting = Setting(Columns(0, size, size < logits.shape[-1]), None, False, False)
+    layout = find_layout(logits, vocab_group, vocab_start, _vocab_size(arguments))
+    split = find_group("sequence_group", sequence_group)
+    for model, array in _teachers(arguments["teacher_logits"]):
+        check_same_layout(model, array, layout)
+    logits = local(logits)
+    arguments = {name: value if name == "losses" else local(value) for name, value in arguments.items()}
+    checked = check_arguments(logits, **arguments, sequence_ranks=1 if split is None else split.ranks)
+    if layout.vocab is None:
+        checks.check_vocab(logits, checked.vocab_size)
     _check_devices(checked, logits)
-    _check_values(checked, logits, size, validate)
+    setting = make_setting(layout, logits.shape[-1], _collectives(checked, logits, layout, split, validate))
     valid = _valid(checked, logits)
     jobs = tuple(
         Job(
@@ -227,7 +246,7 @@ def _prepare(arguments: dict[str, Any]) -> _Call:
         )
         for item in make_passes(checked, remember=not torch.compiler.is_compiling())
     )
-    return _Call(logits, jobs, setting, pick_runner(checked.implementation, logits))
+    return _Call(logits, jobs, setting, pick_runner(checked.implementation, logits), layout)
 
 
 def _valid(checked: Arguments, logits: torch.Tensor) -> torch.Tensor:
@@ -259,27 +278,49 @@ def _check_devices(checked: Arguments, logits: torch.Tensor) -> None:
             raise ValueError(f"{name}: must be on the logits' device {logits.device}, got {array.device}")
 
 
-def _check_values(checked: Arguments, logits: torch.Tensor, size: int, validate: bool) -> None:
-    """Ranges of labels, segments and pairs: on the CPU always where eager, else only on request."""
+def _vocab_size(arguments: Mapping[str, Any]) -> int | None:
+    size, losses = arguments["vocab_size"], arguments["losses"]
+    return losses.vocab_size if size is None and isinstance(losses, HeadSpec) else size
+
+
+def _teachers(teacher_logits: Any) -> list[tuple[str, Any]]:
+    if isinstance(teacher_logits, Mapping):
+        return [(f"teacher_logits[{model!r}]", array) for model, array in teacher_logits.items()]
+    return [("teacher_logits", teacher_logits)]
+
+
+def _collectives(
+    checked: Arguments, logits: torch.Tensor, layout: Layout, split: Group | None, validate: bool
+) -> Shards | CheckedShards | None:
+    """The collectives of a call, and its ranges checked: on the CPU always where eager, else only on request."""
+    shards = None
+    if layout.vocab is not None or split is not None:
+        shards = Shards(layout.vocab, split, layout.start, layout.size)
     if torch.compiler.is_compiling():
         if validate:
             raise ValueError("validate: not possible inside torch.compile; validate the batch outside of it")
-        return
-    if not validate and not (logits.device.type == "cpu" and checked.implementation in ("eager", "per_loss")):
-        return
-    checks.check_ranges(
-        checked.labels,
-        None if checked.mask is None else checked.mask,
-        checked.segment_ids,
-        checked.preference_pairs,
-        size,
-        checked.num_segments,
-    )
+        return shards
+    eager = checked.implementation in ("eager", "per_loss")
+    if not validate and not (logits.device.type == "cpu" and eager):
+        return shards
+    ranged = (checked.labels, checked.mask, checked.segment_ids, checked.preference_pairs)
+    if shards is None:
+        checks.check_ranges(*ranged, layout.size, checked.num_segments)
+        return None
+    fault = checks.range_fault(*ranged, layout.size, checked.num_segments)
+    watching = CheckedShards(shards, fault, checked.num_segments)
+    if eager:
+        return watching
+    watching.verify(logits.shape[-1], hyper_tensors((0.0,), logits)[0])
+    return shards
 
 
 def _evaluate(call: _Call) -> list[Any]:
     with torch.no_grad():
-        return call.runner.evaluate(call.jobs, call.setting, call.logits.detach())
+        evaluations = call.runner.evaluate(call.jobs, call.setting, call.logits.detach())
+    if isinstance(call.setting.collectives, CheckedShards):
+        call.setting.collectives.check()
+    return evaluations
 
 
 def _written(call: _Call, evaluations: list[Any]) -> tuple[Written, ...]:

@@ -67,7 +67,8 @@ def sum_first(array: torch.Tensor) -> torch.Tensor:
 
 
 def max_last(array: torch.Tensor) -> torch.Tensor:
-    return array.amax(-1)
+    """The maximum over the last axis, -inf over none (an empty vocabulary shard)."""
+    return array.amax(-1) if array.shape[-1] else array.new_full(array.shape[:-1], -inf)
 
 
 def max_first(array: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from duohead import checks, engine
 from duohead.fields import Number
-from duohead.statistics import Columns, Inputs
+from duohead.statistics import Inputs
 from duohead.token_statistics import (
     StatisticsPlan,
     TokenStatistics,
@@ -21,6 +21,7 @@ from duohead_torch import namespace
 from duohead_torch.hyper import hyper_tensors
 from duohead_torch.runner import Setting
 from duohead_torch.trees import flatten, rebuild, structure
+from duohead_torch.vocab_parallel import Shards, check_same_layout, find_layout, local, make_setting
 
 
 class _TokenStatistics(torch.autograd.Function):
@@ -79,12 +80,15 @@ def token_statistics(
     logits_scale_factor: Number = 1.0,
     final_logit_softcap: Number | None = None,
     vocab_size: int | None = None,
+    vocab_group: Any = None,
+    vocab_start: int | None = None,
 ) -> TokenStatistics:
     """Differentiable per-token statistics of one softmax, for a loss of the user's own.
 
     ``statistics``: among ``logprob, lse, entropy, mean_logprob, teacher_cross_entropy, forward_kl, reverse_kl, jsd``, in
     nats, each of the logits' token shape; the backward of any function of them is one write of the logits' gradient.
-    Masked rows (``mask`` False or a negative label) give 0 and no gradient.
+    Masked rows (``mask`` False or a negative label) give 0 and no gradient. ``vocab_group`` and ``vocab_start`` as for
+    ``monolithic_loss``: every rank has the whole vocabulary's statistics, after one all-gather (two with ``jsd``).
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind or shape, or missing where a statistic needs it.
@@ -94,8 +98,12 @@ def token_statistics(
     >>> round(float(found.entropy), 4)
     1.3863
     """
-    checks.check_logits(logits, vocab_size)
-    checks.check_vocab(logits, vocab_size)
+    layout = find_layout(logits, vocab_group, vocab_start, vocab_size)
+    for model, array in checks.by_name("teacher_logits", teacher_logits, ["teacher"]).items():
+        check_same_layout(f"teacher_logits[{model!r}]", array, layout)
+    logits, labels, mask, teacher_logits = map(local, (logits, labels, mask, teacher_logits))
+    if layout.vocab is None:
+        checks.check_vocab(logits, vocab_size)
     if labels is not None:
         checks.check_tokens("labels", labels, logits, integer=True)
     if mask is not None:
@@ -113,8 +121,8 @@ def token_statistics(
         logits_scale_factor=logits_scale_factor,
         final_logit_softcap=final_logit_softcap,
     )
-    size = logits.shape[-1] if vocab_size is None else vocab_size
-    setting = Setting(Columns(0, size, size < logits.shape[-1]), None, False, False)
+    shards = None if layout.vocab is None else Shards(layout.vocab, None, layout.start, layout.size)
+    setting = make_setting(layout, logits.shape[-1], shards)
     inputs = Inputs(
         labels,
         _valid(labels, mask, logits),
