@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from duohead import checks
 from duohead.fields import Number
+from duohead.foreign import TORCH, refuse_foreign
 from duohead.loss import Loss
 from duohead.prepare import check_arguments, make_passes
 from duohead.seam import Aux
@@ -170,6 +172,7 @@ def token_statistics(
     >>> round(float(found.entropy[0]), 4)
     1.3863
     """
+    refuse_foreign(locals(), "a JAX array", TORCH)
     checks.check_logits(logits, vocab_size)
     axes = Axes(vocab_axis, None)
     size, padded = _vocabulary(logits, vocab_size, axes)
@@ -203,15 +206,15 @@ def token_statistics(
     return TokenStatistics(**dict(zip(wanted.names, values, strict=True)))
 
 
-def make_loss(spec: HeadSpec | Mapping[str, Any]) -> Callable[..., Result]:
-    """``monolithic_loss`` with a HeadSpec (or its configuration) already given: ``loss_fn(logits, labels=...)``.
+def make_loss(spec: HeadSpec | Mapping[str, Any] | str | Path) -> Callable[..., Result]:
+    """``monolithic_loss`` with a HeadSpec already given, or its configuration, a YAML file or YAML text.
 
     >>> import jax.numpy as jnp
     >>> loss_fn = make_loss({"losses": {"ce": {"type": "label"}}})
     >>> round(float(loss_fn(jnp.zeros((1, 4)), labels=jnp.array([0])).loss), 4)
     1.3863
     """
-    head = spec if isinstance(spec, HeadSpec) else HeadSpec.from_dict(spec)
+    head = HeadSpec.of(spec)
 
     def loss_fn(logits: jax.Array, **inputs: Any) -> Result:
         return monolithic_loss(logits, head, **inputs)
@@ -239,6 +242,7 @@ def _valid(labels: jax.Array | None, mask: jax.Array | None, logits: jax.Array) 
 
 def _prepare(arguments: dict[str, Any]) -> tuple[Static, tuple[Arrays, ...]]:
     """Checks a call's arguments and makes its passes."""
+    refuse_foreign(arguments, "a JAX array", TORCH)
     logits = arguments.pop("logits")
     axes = Axes(arguments.pop("vocab_axis"), arguments.pop("sequence_axis"))
     validate = arguments.pop("validate")
