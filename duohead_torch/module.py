@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from duohead_torch.api import Result, monolithic_loss
 
 
 class MonolithicLoss(torch.nn.Module):
-    """The losses of a HeadSpec as a module without parameters.
+    """The losses of a HeadSpec (or its configuration, a YAML file or YAML text) as a module without parameters.
 
     >>> from duohead import CrossEntropy, ZLoss
     >>> head = MonolithicLoss(HeadSpec(losses={"ce": CrossEntropy(), "z": ZLoss(weight=1e-4)}))
@@ -20,9 +22,9 @@ class MonolithicLoss(torch.nn.Module):
     2.0794
     """
 
-    def __init__(self, spec: HeadSpec | dict[str, Any]) -> None:
+    def __init__(self, spec: HeadSpec | Mapping[str, Any] | str | Path) -> None:
         super().__init__()
-        self.spec = spec if isinstance(spec, HeadSpec) else HeadSpec.from_dict(spec)
+        self.spec = HeadSpec.of(spec)
 
     def forward(self, logits: torch.Tensor, **inputs: Any) -> Result:
         """The arguments of ``monolithic_loss`` beside the losses."""
