@@ -1,0 +1,277 @@
+"""Kernels of a plan: fused, statistics, jsd and write over rows; count, partial and results over tokens."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from duohead.kernels import row, sweeps
+from duohead.kernels.bind import KERNEL_NAMES, bound
+from duohead.kernels.layout import Layout, layout_of, scalar_count
+from duohead.kernels.source import Kernel, indent, make_kernel
+from duohead.plan import Plan
+
+CONSTANTS = ("WARPS", "UNROLL", "AHEAD", "UNIT")
+
+
+class Flags(NamedTuple):
+    """What beside the plan decides the source: which arrays there are, and what is to be written."""
+
+    labels: bool
+    padded: bool
+    sharded: bool = False
+    gradient: bool = True
+    accumulate: bool = False
+    #: the gradient is there already, for an upstream of 1: return at once where it is 1
+    check: bool = False
+
+
+def _inputs(plan: Plan, flags: Flags) -> list[str]:
+    return [
+        "logits",
+        "valid",
+        *(["labels"] if flags.labels else []),
+        *(f"teacher{a}" for a in sweeps.teacher_arrays(plan)),
+        "hyper",
+        *(["shard_start"] if flags.sharded else []),
+    ]
+
+
+def _scalars(plan: Plan, gradient: bool) -> list[str]:
+    return [
+        "count_rows",
+        "width",
+        "size",
+        "logits_stride",
+        *(f"teacher{a}_stride" for a in sweeps.teacher_arrays(plan)),
+        *(["gradient_stride"] if gradient else []),
+    ]
+
+
+def _start(plan: Plan, flags: Flags, gradient: bool) -> list[str]:
+    """What every row kernel begins its row with."""
+    return [
+        "valid_row = tl.load(valid + row) != 0",
+        *row.real_columns(flags.padded, flags.sharded),
+        *row.row_pointers(plan, gradient, flags.accumulate and gradient),
+        *row.place(flags.labels, flags.sharded, plan.needs_labels),
+        *sweeps.scales(plan),
+    ]
+
+
+def _one_row(body: list[str]) -> list[str]:
+    return [*sweeps.OFFSETS, "row = tl.program_id(0).to(tl.int64)", *body]
+
+
+def _rows_in_turn(body: list[str]) -> list[str]:
+    """The grid may be smaller than the number of rows."""
+    return [
+        *sweeps.OFFSETS,
+        "first = tl.program_id(0)",
+        "zero = first.to(tl.int64) * 0",
+        "for row_number in range(first, count_rows, tl.num_programs(0)):",
+        "    row = zero + row_number",
+        *indent(body),
+    ]
+
+
+def _read(plan: Plan, flags: Flags) -> list[str]:
+    accumulate = flags.accumulate and flags.gradient
+    return [
+        *row.read_label_column(plan, accumulate),
+        *sweeps.accumulators(plan),
+        *sweeps.sweep_forward(plan, "evict_last", sweeps.add_tile(plan), ahead=True),
+        *sweeps.across_threads(plan),
+    ]
+
+
+def _write(plan: Plan, flags: Flags) -> list[str]:
+    lines = [*row.apply_upstream(plan), *sweeps.sweep_backward(plan, flags.accumulate)]
+    return lines + (sweeps.write_label_column(plan, flags.accumulate) if plan.needs_labels else [])
+
+
+@functools.lru_cache(maxsize=256)
+def fused(plan: Plan, flags: Flags) -> Kernel:
+    """Everything in one launch: read, statistics, terms, fold and, where wanted, the write."""
+    code = row.RowCode(plan)
+    terms = code.lines()
+    jsd = sweeps.sweep_jsd(plan) if plan.has_jsd else []
+    body = [
+        *_start(plan, flags, flags.gradient),
+        *_read(plan, flags),
+        *row.statistics(plan, flags.labels),
+        *jsd,
+        *terms,
+        *row.store_saved(plan),
+    ]
+    if flags.gradient:
+        body += ["factor = tl.load(upstream)", *_write(plan, flags)]
+    inputs = [
+        *_inputs(plan, flags),
+        *(f"token{n}" for n, _ in enumerate(plan.input_names)),
+        *extra_inputs(plan),
+        *(["upstream"] if flags.gradient else []),
+        *(["old"] if flags.accumulate and flags.gradient else []),
+    ]
+    outputs = ["rows", "saved", *(["gradient"] if flags.gradient else [])]
+    names = {**KERNEL_NAMES, **{name: bound(item) for name, item in code.functions.items()}}
+    return make_kernel("fused", inputs, _scalars(plan, flags.gradient), outputs, CONSTANTS, _one_row(body), names)
+
+
+def extra_inputs(plan: Plan) -> tuple[str, ...]:
+    """What a fused launch needs of an earlier step: the number of valid tokens, sequence lengths and their number."""
+    names: list[str] = []
+    if plan.num_tokens < 0 and any(loss.reduction == "token_mean" for loss in plan.losses):
+        names.append("valid_count")
+    if any(loss.reduction in row.SEQUENCE_REDUCTIONS for loss in plan.losses):
+        names.append("lengths")
+        if plan.num_sequences < 0:
+            names.append("sequence_count")
+    return tuple(names)
+
+
+@functools.lru_cache(maxsize=256)
+def statistics(plan: Plan, flags: Flags) -> Kernel:
+    """The read alone: partial rows in the order of ``duohead.statistics.rows_of``."""
+    flags = flags._replace(gradient=False, accumulate=False)
+    body = [*_start(plan, flags, False), *_read(plan, flags), *row.store_partial_rows(plan)]
+    return make_kernel(
+        "statistics", _inputs(plan, flags), _scalars(plan, False), ["rows"], CONSTANTS, _one_row(body), KERNEL_NAMES
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def jsd(plan: Plan, flags: Flags) -> Kernel:
+    """The JSD's sweep alone, from saved normalisers."""
+    names = sweeps.jsd_sums(plan)
+    body = [
+        *_start(plan, flags, False),
+        *row.load_normalisers(plan),
+        *sweeps.sweep_jsd(plan),
+        *(f"tl.store(rows + {n} * count_rows + row, tl.where(valid_row, {name}, 0.0))" for n, name in enumerate(names)),
+    ]
+    inputs = [*_inputs(plan, flags), "saved"]
+    return make_kernel("jsd", inputs, _scalars(plan, False), ["rows"], CONSTANTS, _one_row(body), KERNEL_NAMES)
+
+
+@functools.lru_cache(maxsize=256)
+def write(plan: Plan, flags: Flags) -> Kernel:
+    """The write alone, from saved normalisers and coefficients."""
+    accumulate = flags.accumulate
+    label = row.read_label_column(plan, accumulate)
+    each_row = [
+        *_start(plan, flags, True),
+        *row.load_normalisers(plan),
+        *row.load_coefficients(plan),
+        *label,
+        # Nobody may write over the label's column before everybody has read it.
+        *(["tl.debug_barrier()"] if label else []),
+        "tiles = real // TILE",
+        "edge = tiles * TILE",
+        *_write(plan, flags),
+    ]
+    body = ["factor = tl.load(upstream)", *_rows_in_turn(each_row)]
+    if flags.check:
+        body = ["factor = tl.load(upstream)", "if factor != 1.0:", *indent(_rows_in_turn(each_row))]
+    inputs = [*_inputs(plan, flags), "saved", "upstream", *(["old"] if accumulate else [])]
+    return make_kernel("write", inputs, _scalars(plan, True), ["gradient"], CONSTANTS, body, KERNEL_NAMES)
+
+
+# --- over tokens ------------------------------------------------------------------------------------------------------
+
+#: tokens per program of the reduction's first step
+CHUNK = 1024
+
+
+@functools.lru_cache(maxsize=1)
+def count_valid() -> Kernel:
+    """The number of valid tokens: one program."""
+    body = [
+        "offsets = tl.arange(0, CHUNK)",
+        "found = tl.zeros([CHUNK], tl.int32)",
+        "for begin in range(0, count_rows, CHUNK):",
+        "    inside = begin + offsets < count_rows",
+        "    found = found + (tl.load(valid + begin + offsets, mask=inside, other=0) != 0).to(tl.int32)",
+        "tl.store(valid_count, tl.sum(found, 0).to(tl.float32))",
+    ]
+    return make_kernel("count", ["valid"], ["count_rows"], ["valid_count"], ["CHUNK"], body, KERNEL_NAMES)
+
+
+def _reduce(layout: Layout, n: int, value: str) -> list[str]:
+    op = layout.reductions[n].op
+    if op == "sum":
+        return [f"reduced{n} = tl.sum({value}, 0)"]
+    # A maximum drops NaN: put it back.
+    return [
+        f"reduced{n} = tl.{op}({value}, 0)",
+        f"reduced{n} = tl.where(tl.max(({value} != {value}).to(tl.int32), 0) > 0, NAN, reduced{n})",
+    ]
+
+
+_NEUTRAL = {"sum": "0.0", "min": "INFINITY", "max": "-INFINITY"}
+
+
+@functools.lru_cache(maxsize=256)
+def partial(plan: Plan) -> Kernel:
+    """The first step of the reductions: one program per chunk of tokens, in a fixed order."""
+    layout = layout_of(plan)
+    body = [
+        "chunk = tl.program_id(0)",
+        "tokens = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)",
+        "inside = tokens < count_rows",
+        "exists = tl.load(valid + tokens, mask=inside, other=0) != 0",
+    ]
+    for r in sorted({reduction.row for reduction in layout.reductions if reduction.row >= 0}):
+        body.append(f"row{r} = tl.load(rows + {r} * count_rows + tokens, mask=exists, other=0.0)")
+    for n, reduction in enumerate(layout.reductions):
+        if reduction.row < 0:
+            body.append("value = tl.where(exists, 1.0, 0.0)")
+        else:
+            body.append(f"value = tl.where(exists, row{reduction.row}, {_NEUTRAL[reduction.op]})")
+        body += _reduce(layout, n, "value")
+        body.append(f"tl.store(partials + {n} * chunks + chunk, reduced{n})")
+    return make_kernel(
+        "partial", ["valid", "rows"], ["count_rows", "chunks"], ["partials"], ["CHUNK"], body, KERNEL_NAMES
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def results(plan: Plan) -> Kernel:
+    """The second step: every chunk's reductions → the vector of ``layout.scalar_count`` results; one program."""
+    layout = layout_of(plan)
+    body = ["offsets = tl.arange(0, CHUNK)"]
+    for n, reduction in enumerate(layout.reductions):
+        body.append(f"part{n} = tl.full([CHUNK], {_NEUTRAL[reduction.op]}, tl.float32)")
+    loop = ["inside = begin + offsets < chunks"]
+    for n, reduction in enumerate(layout.reductions):
+        neutral = _NEUTRAL[reduction.op]
+        loop.append(f"value = tl.load(partials + {n} * chunks + begin + offsets, mask=inside, other={neutral})")
+        if reduction.op == "sum":
+            loop.append(f"part{n} = part{n} + value")
+        else:
+            loop.append(f"part{n} = tl.{reduction.op}imum(part{n}, value, propagate_nan=tl.PropagateNan.ALL)")
+    body += ["for begin in range(0, chunks, CHUNK):", *indent(loop)]
+    for n, _ in enumerate(layout.reductions):
+        body += _reduce(layout, n, f"part{n}")
+    body.append("loss = 0.0")
+    for i, planned in enumerate(plan.losses):
+        body += [
+            f"weight = tl.load(hyper + {planned.weight})",
+            f"loss = loss + tl.where(weight == 0.0, 0.0, weight * reduced{1 + i})",
+            f"tl.store(scalars + {1 + i}, reduced{1 + i})",
+        ]
+    body.append("tl.store(scalars, loss)")
+    position = 1 + len(plan.losses)
+    for reported in layout.metrics:
+        value, weight = f"reduced{reported.value}", f"reduced{reported.weight}"
+        if reported.kind in ("mean", "exp_mean"):
+            value = f"tl.where({weight} > 0.0, {value} / tl.where({weight} > 0.0, {weight}, 1.0), 0.0)"
+            value = f"tl.exp({value})" if reported.kind == "exp_mean" else value
+        else:
+            value = f"tl.where({weight} > 0.0, {value}, 0.0)"
+        body.append(f"tl.store(scalars + {position}, {value})")
+        position += 1
+    for n, _ in enumerate(layout.reductions):
+        body.append(f"tl.store(scalars + {position + n}, reduced{n})")
+    assert position + len(layout.reductions) == scalar_count(plan)
+    return make_kernel("results", ["partials", "hyper"], ["chunks"], ["scalars"], ["CHUNK"], body, KERNEL_NAMES)

@@ -1,0 +1,189 @@
+"""What the kernels of a plan store, in which order: shared by the kernels and by the array code beside them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from duohead.engine import Evaluation
+from duohead.metrics import KINDS, Total, finish
+from duohead.plan import Operand, Pairing, Plan
+from duohead.seam import Aux
+from duohead.statistics import Coefficients, Normalisers
+
+Array = Any
+
+
+def uses_entropy_slope(plan: Plan, i: int) -> bool:
+    """Whether the gradient of softmax ``i`` has the coefficient B (of p·log p)."""
+    return plan.softmaxes[i].entropy or any(pair.reverse_kl and pair.softmax == i for pair in plan.pairings)
+
+
+def uses_teacher_mass(pairing: Pairing) -> bool:
+    """Whether the gradient of a pairing has the coefficient D (of q)."""
+    return pairing.teacher_cross_entropy or pairing.forward_kl
+
+
+@functools.lru_cache(maxsize=256)
+def saved_names(plan: Plan) -> tuple[str, ...]:
+    """The rows that the write needs: normalisers first, then the coefficients that the plan can make non-zero."""
+    names: list[str] = []
+    for i, _ in enumerate(plan.softmaxes):
+        names += [f"top{i}", f"log_sum{i}"]
+    for k, _ in enumerate(plan.teachers):
+        names += [f"teacher_top{k}", f"teacher_log_sum{k}"]
+    for i, softmax in enumerate(plan.softmaxes):
+        names.append(f"A{i}")
+        names += [f"B{i}"] if uses_entropy_slope(plan, i) else []
+        names += [f"E{i}"] if softmax.logprob else []
+        names += [f"U{i}"] if softmax.mean_logprob else []
+    for j, pairing in enumerate(plan.pairings):
+        names += [f"C{j}"] if pairing.reverse_kl else []
+        names += [f"D{j}"] if uses_teacher_mass(pairing) else []
+        for b, _ in enumerate(pairing.jsd):
+            names += [f"J{j}_{b}", f"R{j}_{b}"]
+    return tuple(names)
+
+
+def saved_rows(plan: Plan, normalisers: Normalisers, coefficients: Coefficients) -> list[Array]:
+    """The arrays of ``saved_names``, from what the array code between two launches computes."""
+    found: dict[str, Array] = {}
+    for i, (top, log_sum) in enumerate(normalisers.softmax):
+        found[f"top{i}"], found[f"log_sum{i}"] = top, log_sum
+    for k, (top, log_sum) in enumerate(normalisers.teacher):
+        found[f"teacher_top{k}"], found[f"teacher_log_sum{k}"] = top, log_sum
+    for i, (a, b, e, u) in enumerate(coefficients.softmax):
+        found |= {f"A{i}": a, f"B{i}": b, f"E{i}": e, f"U{i}": u}
+    for j, (c, d) in enumerate(coefficients.pairing):
+        found |= {f"C{j}": c, f"D{j}": d}
+        for b, (weight, mean) in enumerate(coefficients.jsd[j]):
+            found |= {f"J{j}_{b}": weight, f"R{j}_{b}": mean}
+    return [found[name] for name in saved_names(plan)]
+
+
+def normaliser_names(plan: Plan) -> tuple[str, ...]:
+    """The leading part of ``saved_names``: all that JSD's sweep needs."""
+    return saved_names(plan)[: 2 * (len(plan.softmaxes) + len(plan.teachers))]
+
+
+class Reduction(NamedTuple):
+    """One reduction over the tokens: ``op`` sum, min or max of a row; row −1 counts the valid tokens."""
+
+    row: int
+    op: str
+
+
+class Reported(NamedTuple):
+    """One metric: the reductions of its value and its weight."""
+
+    name: str
+    kind: str
+    value: int
+    weight: int
+
+
+class Layout(NamedTuple):
+    """The per-token rows that the fused kernel stores, and what is made of them.
+
+    ``rows`` are keys: ``("loss", l)``, ``("output", l, measurement, output)``, ``("product", …)``, ``("weight", …)``
+    or ``("statistic", name, softmax)``.
+    """
+
+    rows: tuple[tuple[Any, ...], ...]
+    reductions: tuple[Reduction, ...]
+    metrics: tuple[Reported, ...]
+    tokens: tuple[tuple[str, int], ...]
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.rows: list[tuple[Any, ...]] = []
+        self.reductions: list[Reduction] = [Reduction(-1, "sum")]
+
+    def row(self, key: tuple[Any, ...]) -> int:
+        if key not in self.rows:
+            self.rows.append(key)
+        return self.rows.index(key)
+
+    def reduce(self, key: tuple[Any, ...], op: str) -> int:
+        wanted = Reduction(self.row(key), op)
+        if wanted not in self.reductions:
+            self.reductions.append(wanted)
+        return self.reductions.index(wanted)
+
+
+_HEAD = {
+    "entropy": ("entropy", "mean"),
+    "accuracy": ("is_top", "mean"),
+    "mean_logprob": ("logprob", "mean"),
+    "perplexity": ("negative_logprob", "exp_mean"),
+}
+_TOKENS = {"logprobs": "logprob", "entropy": "entropy", "lse": "lse"}
+
+
+@functools.lru_cache(maxsize=256)
+def layout_of(plan: Plan) -> Layout:
+    """The rows and reductions of a plan whose losses and measures are all per token.
+
+    Reduction 0 counts the valid tokens, and the next ones are the losses in the plan's order.
+    """
+    found = _Collector()
+    for i, _ in enumerate(plan.losses):
+        found.reduce(("loss", i), "sum")
+    metrics: list[Reported] = []
+    for i, loss in enumerate(plan.losses):
+        for m, measurement in enumerate(loss.measurements):
+            for o, output in enumerate(measurement.outputs):
+                weighted = output.weight >= 0
+                weight = found.reduce(("output", i, m, output.weight), "sum") if weighted and output.metrics else 0
+                for name, kind in output.metrics:
+                    op = kind if kind in ("min", "max") else "sum"
+                    key = ("product" if weighted and op == "sum" else "output", i, m, o)
+                    metrics.append(Reported(f"{loss.name}/{name}", kind, found.reduce(key, op), weight))
+        if "num_tokens" in loss.counts:
+            metrics.append(Reported(f"{loss.name}/num_tokens", "sum", 0, 0))
+    for name in plan.head_metrics:
+        if name == "num_tokens":
+            metrics.append(Reported("head/num_tokens", "sum", 0, 0))
+        else:
+            statistic, kind = _HEAD[name]
+            value = found.reduce(("statistic", statistic, plan.head), "sum")
+            metrics.append(Reported(f"head/{name}", kind, value, 0))
+    tokens = tuple((name, found.row(("statistic", _TOKENS[name], plan.head))) for name in plan.tokens)
+    return Layout(tuple(found.rows), tuple(found.reductions), tuple(metrics), tokens)
+
+
+def scalar_count(plan: Plan) -> int:
+    """The length of the vector of results: loss, losses, metrics, then the reductions themselves."""
+    layout = layout_of(plan)
+    return 1 + len(plan.losses) + len(layout.metrics) + len(layout.reductions)
+
+
+def evaluation(
+    xp: Any, plan: Plan, results: Any, rows: Array, shape: tuple[int, ...], num_segments: Array | None
+) -> Evaluation:
+    """The fused kernel's result as an Evaluation: ``results`` are the scalars, ``rows [rows, T]`` its per-token rows."""
+    layout = layout_of(plan)
+    first_metric = 1 + len(plan.losses)
+    first_part = first_metric + len(layout.metrics)
+    losses = {loss.name: results[1 + i] for i, loss in enumerate(plan.losses)}
+    values = {item.name: results[first_metric + i] for i, item in enumerate(layout.metrics)}
+    parts: dict[str, Any] = {
+        item.name: KINDS[item.kind](results[first_part + item.value], results[first_part + item.weight])
+        for item in layout.metrics
+    }
+    for loss in plan.losses:
+        if "num_segments" in loss.counts:
+            name = f"{loss.name}/num_segments"
+            parts[name] = Total(num_segments, results[first_part])
+            values[name] = finish(xp, parts[name])
+    tokens = {name: rows[row].reshape(shape) for name, row in layout.tokens}
+    metrics = {name: values[name] for name in parts}
+    return Evaluation(results[0], Aux(losses, metrics, tokens, parts), (), ())  # type: ignore[arg-type]
+
+
+def statistic_key(operand: Operand) -> tuple[Any, ...]:
+    """The key of a statistic operand: its name, and the index of its softmax or pairing (and β for the JSD)."""
+    if operand.name == "jsd":
+        return ("jsd", operand.index, operand.beta)
+    return (operand.name, operand.index)

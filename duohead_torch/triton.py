@@ -1,0 +1,417 @@
+"""The kernels of ``duohead.kernels``, launched on torch tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from duohead import engine
+from duohead.kernels import layout
+from duohead.kernels.eligible import is_fused
+from duohead.plan import Plan
+from duohead.seam import before
+from duohead.statistics import Columns, Inputs, Normalisers, rows_of
+from duohead_torch import namespace
+
+__all__ = ["Call", "fused", "interpreted", "statistics", "usable", "write"]
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    from duohead.kernels import bind
+
+    return bind.interpreted()
+
+
+def usable(logits: torch.Tensor) -> str | None:
+    """Why the kernels cannot run on these logits, or None."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton is not installed (pip install duohead[triton])"
+    if logits.dtype == torch.float64:
+        return "float64 logits: the kernel computes in float32; use 'compiled' or 'eager'"
+    if logits.device.type == "cuda" or (logits.device.type == "cpu" and interpreted()):
+        return None
+    return f"logits on {logits.device}: it needs a CUDA device (or TRITON_INTERPRET=1, which runs the interpreter)"
+
+
+class Call(NamedTuple):
+    """One pass as the kernels see it: rows in two dimensions, tokens in one, hyperparameters in one vector."""
+
+    plan: Plan
+    logits: torch.Tensor
+    valid: torch.Tensor
+    labels: torch.Tensor | None
+    teachers: tuple[torch.Tensor, ...]
+    hyper: torch.Tensor
+    start: torch.Tensor | None
+    size: int
+    padded: bool
+
+
+def make_call(
+    plan: Plan, hyper: Sequence[torch.Tensor], logits: torch.Tensor, inputs: Inputs, columns: Columns
+) -> Call:
+    """A pass's arrays in the form that the kernels take; nothing is copied that is contiguous already."""
+    labels = None if inputs.labels is None else inputs.labels.reshape(-1).contiguous()
+    start = None
+    if isinstance(columns.start, torch.Tensor) or columns.start != 0:
+        start = torch.as_tensor(columns.start, dtype=torch.int32, device=logits.device).reshape(1)
+    return Call(
+        plan,
+        as_rows(logits),
+        inputs.valid.reshape(-1).contiguous(),
+        labels,
+        tuple(as_rows(array) for array in inputs.teachers),
+        hyper_vector(hyper),
+        start,
+        columns.size,
+        columns.padded,
+    )
+
+
+def as_rows(array: torch.Tensor) -> torch.Tensor:
+    """``(*tokens, V)`` as ``[T, V]``, a view where strides allow, with adjacent columns."""
+    rows = array.reshape(array.numel() // array.shape[-1] if array.shape[-1] else 0, array.shape[-1])
+    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+
+
+def hyper_vector(hyper: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The vector whose elements the hyperparameters are, where they are one's; else a new one."""
+    if not hyper:
+        return torch.zeros(1)
+    if not torch.compiler.is_compiling():
+        base = hyper[0]._base
+        if base is not None and base.shape == (len(hyper),) and base.dtype == torch.float32:
+            return base
+    return torch.stack(list(hyper)).to(torch.float32)
+
+
+@functools.cache
+def _device(index: int | None) -> Any:
+    from duohead.kernels.launch import Device
+
+    if index is None:
+        return Device(0, 1)
+    found = torch.cuda.get_device_properties(index)
+    return Device(10 * found.major + found.minor, found.multi_processor_count)
+
+
+@functools.cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+class _Launcher:
+    """Launches the row kernels of one call."""
+
+    def __init__(self, call: Call, gradient: torch.Tensor | None = None) -> None:
+        from duohead.kernels import launch, sweeps
+
+        self.call, self.launch = call, launch
+        self.rows, self.width = call.logits.shape
+        arrays = {f"teacher{a}": call.teachers[a] for a in sweeps.teacher_arrays(call.plan)}
+        self.device = _device(call.logits.device.index)
+        strides = {"logits": call.logits.stride(0)} | {name: array.stride(0) for name, array in arrays.items()}
+        pointers = [call.logits, *arrays.values()]
+        self.values: dict[str, Any] = {
+            "logits": call.logits,
+            "valid": call.valid,
+            "labels": call.labels,
+            "hyper": call.hyper,
+            "shard_start": call.start,
+            **arrays,
+        }
+        if gradient is not None:
+            strides["gradient"] = gradient.stride(0)
+            self.values["gradient"] = self.values["old"] = gradient
+            pointers.append(gradient)
+        self.unit = launch.unit_of(self.width, strides)
+        self.aligned = all(array.data_ptr() % 16 == 0 for array in pointers)
+        self.values |= launch.row_scalars(self.rows, self.width, call.size, strides, self.unit)
+
+    def run(self, kind: str, kernel: Any, programs: int | None = None, **values: Any) -> None:
+        """Launches a kernel over the rows, or over fewer programs."""
+        call = self.call
+        item_size = call.logits.element_size()
+        grid = self.rows if programs is None else programs
+        made = self.launch.row_launch(
+            kind, kernel, call.plan, self.width, item_size, self.unit, self.aligned, self.device, grid
+        )
+        _start(made, self.values | values)
+
+
+def _start(made: Any, values: dict[str, Any]) -> None:
+    from duohead.kernels.launch import arguments
+
+    if made.grid == 0:
+        return
+    made.kernel.function[(made.grid,)](*arguments(made.kernel, values), **made.constants, num_warps=made.warps)
+
+
+def _flags(call: Call, **more: bool) -> Any:
+    from duohead.kernels.build import Flags
+
+    return Flags(call.labels is not None, call.padded, call.start is not None, **more)
+
+
+def statistics(call: Call) -> torch.Tensor:
+    """The partial rows ``[rows_of(plan), T]``: one launch."""
+    from duohead.kernels import build
+
+    rows = call.hyper.new_empty(len(rows_of(call.plan)), call.logits.shape[0])
+    kernel = build.statistics(call.plan, _flags(call, gradient=False))
+    _Launcher(call).run("statistics", kernel, rows=rows)
+    return rows
+
+
+def jsd(call: Call, saved: torch.Tensor) -> torch.Tensor:
+    """The JSD's rows: one launch."""
+    from duohead.kernels import build, sweeps
+
+    rows = call.hyper.new_empty(len(sweeps.jsd_sums(call.plan)), call.logits.shape[0])
+    _Launcher(call).run("jsd", build.jsd(call.plan, _flags(call, gradient=False)), rows=rows, saved=saved)
+    return rows
+
+
+def write(
+    call: Call,
+    saved: torch.Tensor,
+    upstream: torch.Tensor,
+    gradient: torch.Tensor,
+    accumulate: bool = False,
+    check: bool = False,
+) -> None:
+    """Writes the gradient ``[T, V]`` (adds to it, with ``accumulate``); with ``check``, only if upstream is not 1."""
+    from duohead.kernels import build, launch
+
+    launcher = _Launcher(call, gradient)
+    kernel = build.write(call.plan, _flags(call, accumulate=accumulate, check=check))
+    programs = launch.check_programs(launcher.rows, launcher.device) if check else None
+    launcher.run("write", kernel, programs, saved=saved, upstream=upstream)
+
+
+class Fused(NamedTuple):
+    """What one fused launch gives: the results' vector, per-token rows, and what a later write needs."""
+
+    scalars: torch.Tensor
+    rows: torch.Tensor
+    saved: torch.Tensor
+
+
+def fused(
+    call: Call,
+    tokens: Sequence[torch.Tensor],
+    extras: dict[str, torch.Tensor | None],
+    upstream: torch.Tensor | None = None,
+    gradient: torch.Tensor | None = None,
+    accumulate: bool = False,
+) -> Fused:
+    """Losses, metrics and (where ``gradient`` is given) the gradient: one launch over the vocabulary, three small ones."""
+    from duohead.kernels import build, launch
+
+    plan, make = call.plan, call.hyper.new_empty
+    count = call.logits.shape[0]
+    rows = make(len(layout.layout_of(plan).rows), count)
+    saved = make(len(layout.saved_names(plan)), count)
+    values: dict[str, Any] = {f"token{n}": array for n, array in enumerate(tokens)}
+    values |= extras
+    if "valid_count" in build.extra_inputs(plan):
+        values["valid_count"] = make(1)
+        counting = launch.count_launch(build.count_valid())
+        _start(counting, {"valid": call.valid, "count_rows": count, "valid_count": values["valid_count"]})
+    kernel = build.fused(plan, _flags(call, gradient=gradient is not None, accumulate=accumulate))
+    _Launcher(call, gradient).run("fused", kernel, rows=rows, saved=saved, upstream=upstream, **values)
+    return Fused(reduce(call, rows), rows, saved)
+
+
+def reduce(call: Call, rows: torch.Tensor) -> torch.Tensor:
+    """Per-token rows → the results' vector, in a fixed order: two small launches."""
+    from duohead.kernels import build, launch
+
+    plan, count = call.plan, call.logits.shape[0]
+    chunks = launch.chunks_of(count)
+    partials = call.hyper.new_empty(len(layout.layout_of(plan).reductions), chunks)
+    scalars = call.hyper.new_empty(layout.scalar_count(plan))
+    values = {"valid": call.valid, "rows": rows, "count_rows": count, "chunks": chunks, "partials": partials}
+    values |= {"hyper": call.hyper, "scalars": scalars}
+    _start(launch.partial_launch(build.partial(plan), count), values)
+    _start(launch.results_launch(build.results(plan)), values)
+    return scalars
+
+
+class TritonSweeps:
+    """The engine's reads as launches: between them and the write the seam is array code."""
+
+    def read(
+        self, xp: Any, plan: Plan, hyper: Sequence[Any], logits: torch.Tensor, inputs: Inputs, columns: Columns
+    ) -> list[torch.Tensor]:
+        """The partial rows, in the tokens' shape."""
+        rows = statistics(make_call(plan, hyper, logits, inputs, columns))
+        return [row.reshape(inputs.valid.shape) for row in rows.unbind()]
+
+    def read_jsd(
+        self,
+        xp: Any,
+        plan: Plan,
+        hyper: Sequence[Any],
+        logits: torch.Tensor,
+        inputs: Inputs,
+        columns: Columns,
+        normalisers: Normalisers,
+    ) -> list[torch.Tensor]:
+        """The JSD's rows, in the tokens' shape."""
+        pairs = [*normalisers.softmax, *normalisers.teacher]
+        saved = torch.stack([array.reshape(-1) for pair in pairs for array in pair])
+        rows = jsd(make_call(plan, hyper, logits, inputs, columns), saved)
+        return [row.reshape(inputs.valid.shape) for row in rows.unbind()]
+
+
+class Saved(NamedTuple):
+    """In the place of an Evaluation's coefficients: the rows that the write kernel reads."""
+
+    hyper: torch.Tensor
+    rows: torch.Tensor
+
+
+class TritonRunner:
+    """Runs a pass through the kernels: one launch where every term is per token, else two with the seam between."""
+
+    name = "triton"
+
+    def evaluate(self, jobs: Any, setting: Any, logits: torch.Tensor) -> list[engine.Evaluation]:
+        """Everything but the gradient: one read of the logits, nothing of their size written."""
+        return [self._evaluate(job, setting, logits, None, None, False) for job in jobs]
+
+    def gives_gradient(self, jobs: Any, setting: Any) -> bool:
+        """Whether the gradient costs no second read: then it is best written in the forward."""
+        return len(jobs) == 1 and self._is_fused(jobs[0], setting)
+
+    def evaluate_with_gradient(
+        self,
+        jobs: Any,
+        setting: Any,
+        logits: torch.Tensor,
+        upstream: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        accumulate: bool = False,
+    ) -> tuple[list[engine.Evaluation], torch.Tensor]:
+        """The evaluations and the gradient times ``upstream`` (default 1)."""
+        factor = _one(logits.device) if upstream is None else upstream
+        if self.gives_gradient(jobs, setting):
+            target, rows = _target(logits, out, accumulate)
+            found = [self._evaluate(jobs[0], setting, logits, factor, rows, accumulate)]
+            return found, _finish(target, rows, out)
+        found = self.evaluate(jobs, setting, logits)
+        from duohead_torch.runner import Written
+
+        written = tuple(Written(job, (), item.coefficients) for job, item in zip(jobs, found, strict=True))
+        return found, self.gradient(written, setting, logits, factor, out, accumulate)
+
+    def _is_fused(self, job: Any, setting: Any) -> bool:
+        return is_fused(job.plan) and not setting.split_vocab and not setting.split_sequences
+
+    def _evaluate(
+        self,
+        job: Any,
+        setting: Any,
+        logits: torch.Tensor,
+        upstream: torch.Tensor | None,
+        gradient: torch.Tensor | None,
+        accumulate: bool,
+    ) -> engine.Evaluation:
+        if not self._is_fused(job, setting):
+            return evaluate_in_two(job, setting, logits)
+        call = make_call(job.plan, job.hyper, logits, job.inputs, setting.columns)
+        tokens, extras, segments = _beforehand(job)
+        result = fused(call, tokens, extras, upstream, gradient, accumulate)
+        found = layout.evaluation(
+            namespace, job.plan, result.scalars.unbind(), result.rows, tuple(job.inputs.valid.shape), segments
+        )
+        return found._replace(coefficients=Saved(call.hyper, result.saved))  # type: ignore[arg-type]
+
+    def gradient(
+        self,
+        written: Any,
+        setting: Any,
+        logits: torch.Tensor,
+        upstream: torch.Tensor,
+        out: torch.Tensor | None = None,
+        accumulate: bool = False,
+    ) -> torch.Tensor:
+        """The gradient in the logits' dtype, rounded once; ``out`` takes (or adds) it in place."""
+        target, rows = _target(logits, out, accumulate)
+        for n, item in enumerate(written):
+            call = make_call(item.job.plan, (item.coefficients.hyper,), logits, item.job.inputs, setting.columns)
+            call = call._replace(hyper=item.coefficients.hyper)
+            write(call, item.coefficients.rows, _scalar(upstream), rows, accumulate or n > 0)
+        return _finish(target, rows, out)
+
+    def rescale(
+        self, written: Any, setting: Any, logits: torch.Tensor, upstream: torch.Tensor, buffer: torch.Tensor
+    ) -> torch.Tensor:
+        """The forward's gradient times upstream: written anew from the logits, unless upstream is 1 on the device."""
+        (item,) = written
+        call = make_call(item.job.plan, (item.coefficients.hyper,), logits, item.job.inputs, setting.columns)
+        call = call._replace(hyper=item.coefficients.hyper)
+        write(call, item.coefficients.rows, _scalar(upstream), as_rows(buffer), check=True)
+        return buffer
+
+
+def _scalar(upstream: torch.Tensor) -> torch.Tensor:
+    return upstream if upstream.dtype == torch.float32 else upstream.to(torch.float32)
+
+
+def evaluate_in_two(job: Any, setting: Any, logits: torch.Tensor) -> engine.Evaluation:
+    """The read as a launch, then the seam as array code."""
+    found = engine.evaluate(
+        namespace,
+        job.plan,
+        job.hyper,
+        logits,
+        job.inputs,
+        setting.columns,
+        setting.collectives,
+        setting.split_vocab,
+        setting.split_sequences,
+        TritonSweeps(),
+    )
+    rows = layout.saved_rows(job.plan, found.normalisers, found.coefficients)
+    zero = torch.zeros_like(found.normalisers.softmax[0][0])
+    saved = torch.stack([(row + zero).reshape(-1) for row in rows])
+    return found._replace(normalisers=(), coefficients=Saved(hyper_vector(job.hyper), saved))  # type: ignore[arg-type]
+
+
+def _beforehand(job: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor | None], torch.Tensor | None]:
+    """Token inputs as vectors; sequence lengths and counts where a reduction or a metric needs them."""
+    plan, inputs = job.plan, job.inputs
+    per_segment = any(array.shape != inputs.valid.shape for array in inputs.tokens)
+    counted = any("num_segments" in loss.counts for loss in plan.losses)
+    if not (per_segment or plan.needs_segments or counted):
+        return tuple(array.reshape(-1).contiguous() for array in inputs.tokens), {}, None
+    found = before(namespace, plan, job.hyper, inputs)
+    tokens = tuple(array.reshape(-1).contiguous() for array in found.tokens)
+    lengths = None if found.lengths is None else found.lengths.reshape(-1)
+    return tokens, {"lengths": lengths, "sequence_count": found.sequence_count}, found.num_segments
+
+
+def _target(
+    logits: torch.Tensor, out: torch.Tensor | None, accumulate: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the gradient's tensor, its rows): ``out`` itself where its rows can be viewed."""
+    if out is None:
+        target = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        return target, as_rows(target)
+    rows = as_rows(out)
+    return (out, rows)
+
+
+def _finish(target: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Copies the rows back where they could not be a view of ``out``."""
+    if out is not None and rows.numel() and rows.data_ptr() != out.data_ptr():
+        out.copy_(rows.view(out.shape))
+    return target
