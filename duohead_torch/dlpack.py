@@ -32,8 +32,7 @@ def from_jax(array: Any) -> torch.Tensor:
         raise TypeError(f"array: must be a jax.Array, got {type(array).__module__}.{type(array).__name__}")
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
-            "array: is traced (inside jit, grad, vmap or scan) and has no memory to share; call from_jax outside of the "
-            "transformation"
+            "array: is traced (inside jit, grad, vmap or scan) and has no memory to share; call from_jax outside of it"
         )
     if str(array.dtype) not in DTYPES:
         raise TypeError(f"array: must be one of {', '.join(DTYPES)}, got {array.dtype}")

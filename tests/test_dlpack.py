@@ -21,7 +21,7 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")
 INTEGERS = ("int32", "int64")
 
 
-@pytest.mark.parametrize("dtype", (*FLOATS, *INTEGERS, "bool"))
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
 def test_torch_memory_is_shared(dtype: str) -> None:
     tensor = torch.arange(12).reshape(3, 4).to(getattr(torch, dtype))
     array = duohead_jax.from_torch(tensor)
@@ -30,7 +30,7 @@ def test_torch_memory_is_shared(dtype: str) -> None:
     np.testing.assert_array_equal(np.asarray(array, np.float64), tensor.double().numpy())
 
 
-@pytest.mark.parametrize("dtype", (*FLOATS, *INTEGERS, "bool"))
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
 def test_jax_memory_is_shared(dtype: str) -> None:
     array = jnp.arange(12).reshape(3, 4).astype(dtype)
     tensor = duohead_torch.from_jax(array)
