@@ -39,7 +39,9 @@ def schema() -> Schema:
 
 def rule_schema(rule: Rule) -> Schema:
     """One field."""
-    found: Schema = {"description": rule.doc, "default": rule.default}
+    found: Schema = {"description": rule.doc}
+    if not _is_required(rule):
+        found["default"] = rule.default
     if rule.many:
         return {**found, "type": "array", "items": {"enum": list(rule.choices or ())}, "default": list(rule.default)}
     if rule.choices is not None:
@@ -137,13 +139,18 @@ def _loss(cls: type[Loss]) -> Schema:
             "type": {"const": cls.type},
             **{rule.name: rule_schema(rule) for rule in cls.rules},
         },
-        "required": ["type"],
+        "required": ["type", *(rule.name for rule in cls.rules if _is_required(rule))],
         "additionalProperties": False,
     }
     conditions = [_only_with(cls, *item) for item in cls.only_with]
     if conditions:
         found["allOf"] = conditions
     return found
+
+
+def _is_required(rule: Rule) -> bool:
+    """A field that may not be null and has no other default: a user's term needs the number."""
+    return rule.default is None and not rule.optional
 
 
 def _only_with(cls: type[Loss], field: str, other: str, value: str, required: bool) -> Schema:

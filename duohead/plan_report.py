@@ -226,10 +226,8 @@ def choose(head: HeadSpec, backend: str, device: str) -> tuple[str, str]:
 
 def why_not(losses: Mapping[str, Loss]) -> dict[str, str]:
     """Loss name → why the Triton kernel cannot take it; empty where it takes the set."""
-    try:
-        from duohead.kernels.eligible import why_not as kernel_why_not
-    except ImportError:
-        return {}
+    from duohead.kernels.eligible import why_not as kernel_why_not
+
     return dict(kernel_why_not(losses))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from duohead.checks import SCALE, SOFTCAP, check_losses
 from duohead.configuration import head_arguments, is_losses, loss_from_dict
 from duohead.fields import Number, Rule, choice, declared, names, rules_of, whole_number
-from duohead.loss import Loss
+from duohead.loss import LOSS_TYPES, Loss
 from duohead.plan import HEAD_METRICS, TOKENS
 from duohead.terms import CrossEntropy
 
@@ -96,6 +96,12 @@ class HeadSpec:
         >>> HeadSpec(losses={"z": CrossEntropy(weight=0.5)}).to_dict()
         {'losses': {'z': {'type': 'label', 'weight': 0.5}}}
         """
+        for name, loss in self.losses.items():
+            if LOSS_TYPES.get(loss.type) is not type(loss):
+                raise ValueError(
+                    f"losses.{name}: {type(loss).__name__} has no name in configurations; register it with "
+                    "duohead.register, or with register= of the decorator that made it"
+                )
         losses = {name: {"type": loss.type, **_changed(loss, loss.rules)} for name, loss in self.losses.items()}
         return {"losses": losses, **_changed(self, self.rules)}
 
