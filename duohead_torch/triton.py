@@ -150,7 +150,7 @@ def _start(made: Any, values: dict[str, Any]) -> None:
 
     if made.grid == 0:
         return
-    made.kernel.function[(made.grid,)](*arguments(made.kernel, values), **made.constants, num_warps=made.warps)
+    made.kernel.function[(made.grid,)](*arguments(made.kernel, values), **made.constants, num_warps=made.warps, enable_fp_fusion=True)
 
 
 def _flags(call: Call, **more: bool) -> Any:

@@ -1,0 +1,133 @@
+"""Compiles the kernels for GPUs, without one: every term set that the built-in losses use, for sm_90, a few for sm_80 and sm_100."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from duohead.checks import given_inputs
+from duohead.kernels import build, launch
+from duohead.kernels.build import Flags
+from duohead.kernels.source import Kernel
+from duohead.plan import Plan, make_plan
+from duohead.spec import HeadSpec
+
+if not hasattr(launch, "interpreted") or launch.interpreted():
+    pytest.skip("the interpreter is on", allow_module_level=True)
+
+#: everything a call may bring
+ARRAYS = ("labels", "advantages", "old_logprobs", "importance_weights", "segment_ids", "preference_pairs")
+CE = {"ce": {"type": "label"}}
+Z = {"z": {"type": "z_loss", "weight": 1e-4}}
+SETS: dict[str, Mapping[str, Any]] = {
+    "ce": {"losses": CE},
+    "smoothed": {"losses": {"ce": {"type": "label", "label_smoothing": 0.1}}},
+    "ce_z": {"losses": CE | Z},
+    "entropy": {"losses": {"h": {"type": "entropy", "weight": -0.01}}},
+    "softcap": {"losses": CE | Z, "final_logit_softcap": 30.0, "metrics": ["entropy", "accuracy", "perplexity"]},
+    "two_scales": {"losses": CE | {"cold": {"type": "label", "logits_scale_factor": 2.0}}},
+    "grpo": {"losses": CE | Z | {"h": {"type": "entropy"}, "rl": {"type": "grpo", "beta": 0.05}}},
+    "grpo_sequences": {"losses": {"rl": {"type": "grpo", "reduction": "sequence_mean_token_mean"}}},
+    "tokens": {"losses": Z, "tokens": ["logprobs", "entropy", "lse"]},
+    "temperatures": {
+        "losses": {
+            "kd": {"type": "distillation", "loss_type": "forward_kl", "temperature": 2.0, "student_temperature": 2.0},
+            "soft": {"type": "distillation", "temperature": 1.0},
+        }
+    },
+}
+SETS |= {
+    f"grpo_{objective}": {"losses": {"rl": {"type": "grpo", "objective": objective}}}
+    for objective in ("cispo", "sapo", "reinforce")
+}
+SETS |= {
+    f"grpo_{estimator}": {"losses": {"rl": {"type": "grpo", "beta": 0.1, "kl_estimator": estimator, "metrics": "none"}}}
+    for estimator in ("k1", "k2")
+}
+SETS |= {
+    f"distill_{kind}": {"losses": CE | {"kd": {"type": "distillation", "loss_type": kind}}}
+    for kind in ("cross_entropy", "forward_kl", "reverse_kl", "jsd")
+}
+SEQUENCES: dict[str, Mapping[str, Any]] = {
+    "gspo": {"losses": CE | Z | {"rl": {"type": "grpo"}, "seq": {"type": "gspo"}, "dpo": {"type": "dpo"}}},
+    "kto": {"losses": {"kto": {"type": "kto"}, "kd": {"type": "distillation", "loss_type": "jsd"}}},
+}
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def plan_of(config: Mapping[str, Any]) -> Plan:
+    """The plan of a configuration for a call that brings everything."""
+    head = HeadSpec.from_dict(config)
+    given = given_inputs(dict.fromkeys(ARRAYS, True), {"teacher": True}, {"": True})
+    plan, _ = make_plan(
+        head.losses,
+        given,
+        final_logit_softcap=head.final_logit_softcap,
+        head_metrics=head.metrics,
+        tokens=head.tokens,
+    )
+    return plan
+
+
+def compiled(kernel: Kernel, constants: Mapping[str, int], warps: int, dtype: str = "bfloat16", capability: int = 90) -> Any:
+    """The kernel compiled to machine code for a GPU of this capability."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    logits = "*" + TYPES[dtype]
+    special = {"labels": "*i64", "valid": "*i1", "shard_start": "*i32", "logits": logits, "gradient": logits, "old": logits}
+    signature: dict[str, str] = {}
+    for name in (*kernel.inputs, *kernel.outputs):
+        is_teacher = name.startswith("teacher")
+        signature[name] = special.get(name, logits if is_teacher else "*fp32")
+    signature |= dict.fromkeys(kernel.scalars, "i32")
+    signature = {name: signature.get(name, "constexpr") for name in kernel.function.arg_names}
+    attributes = {
+        (n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.function.arg_names) if signature[name][0] == "*"
+    }
+    source = ASTSource(kernel.function, signature, dict(constants), attributes)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": True})
+
+
+def constants_of(capability: int = 90, unit: int = 16, warps: int = 4, unroll: int = 2) -> dict[str, int]:
+    return {"WARPS": warps, "UNROLL": unroll, "AHEAD": int(capability >= 90), "UNIT": unit}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_fused_for_sm_90(name: str) -> None:
+    plan = plan_of(SETS[name])
+    kernel = build.fused(plan, Flags(labels=True, padded=False))
+    code = compiled(kernel, constants_of(), 4)
+    assert "ex2.approx.ftz.f32" in code.asm["ptx"]
+    # Whole vectors of eight bfloat16 are loaded and stored.
+    assert "st.global.cs.v4.b32" in code.asm["ptx"].replace("L1::", "")
+
+
+@pytest.mark.parametrize("name", [*SEQUENCES, "ce_z"])
+def test_two_launches_for_sm_90(name: str) -> None:
+    plan = plan_of((SETS | SEQUENCES)[name])
+    flags = Flags(labels=True, padded=True, sharded=name == "gspo")
+    compiled(build.statistics(plan, flags), constants_of(unit=1), 4)
+    if plan.has_jsd:
+        compiled(build.jsd(plan, flags), constants_of(unit=1), 4)
+    compiled(build.write(plan, flags._replace(accumulate=name == "kto", check=name == "ce_z")), constants_of(unit=1), 4)
+
+
+@pytest.mark.parametrize("name", ["ce_z", "grpo", "softcap"])
+def test_reductions_for_sm_90(name: str) -> None:
+    plan = plan_of(SETS[name])
+    compiled(build.count_valid(), {"CHUNK": 8192}, 16)
+    compiled(build.partial(plan), {"CHUNK": build.CHUNK}, 4)
+    compiled(build.results(plan), {"CHUNK": 64}, 1)
+
+
+@pytest.mark.parametrize("capability", [80, 100])
+@pytest.mark.parametrize(("name", "dtype"), [("ce_z", "bfloat16"), ("grpo", "float16"), ("distill_forward_kl", "float32")])
+def test_other_gpus(name: str, dtype: str, capability: int) -> None:
+    kernel = build.fused(plan_of(SETS[name]), Flags(labels=True, padded=False, accumulate=True))
+    compiled(kernel, constants_of(capability), 4, dtype, capability)
