@@ -40,6 +40,27 @@ class Collectives(Protocol):
         """Packed sequence sums added over the ranks that share sequences."""
 
 
+class Sweeps(Protocol):
+    """The reads of the vocabulary, where a kernel does them; else ``duohead.statistics`` does, as array code."""
+
+    def read(
+        self, xp: Any, plan: Plan, hyper: Sequence[Array], logits: Array, inputs: Inputs, columns: Columns
+    ) -> list[Array]:
+        """The partial rows ``rows_of(plan)``."""
+
+    def read_jsd(
+        self,
+        xp: Any,
+        plan: Plan,
+        hyper: Sequence[Array],
+        logits: Array,
+        inputs: Inputs,
+        columns: Columns,
+        normalisers: Normalisers,
+    ) -> list[Array]:
+        """The JSD's rows."""
+
+
 class Evaluation(NamedTuple):
     """The result of a pass and what its write needs."""
 
@@ -58,16 +79,18 @@ def statistics_of(
     columns: Columns,
     collectives: Collectives | None = None,
     split_vocab: bool = False,
+    sweeps: Sweeps | None = None,
 ) -> tuple[Statistics, Normalisers]:
     """The row statistics of a plan: one read, one collective where the vocabulary is split."""
-    rows = read(xp, plan, hyper, logits, inputs, columns)
+    rows = (read if sweeps is None else sweeps.read)(xp, plan, hyper, logits, inputs, columns)
     if split_vocab:
         assert collectives is not None
         packed, starts, ends = collectives.gather(xp, xp.stack(rows), logits.shape[-1])
         rows = merge(xp, plan, packed, inputs.labels, starts, ends)
     statistics, normalisers = finish(xp, plan, rows, inputs, columns)
     if plan.has_jsd:
-        second = read_jsd(xp, plan, hyper, logits, inputs, columns, normalisers)
+        read_second = read_jsd if sweeps is None else sweeps.read_jsd
+        second = read_second(xp, plan, hyper, logits, inputs, columns, normalisers)
         if split_vocab:
             assert collectives is not None
             second = list(collectives.add(xp.stack(second)))
@@ -85,10 +108,11 @@ def evaluate(
     collectives: Collectives | None = None,
     split_vocab: bool = False,
     split_sequences: bool = False,
+    sweeps: Sweeps | None = None,
 ) -> Evaluation:
     """Everything but the write."""
     statistics, normalisers = statistics_of(
-        xp, plan, hyper, logits, inputs, columns, collectives, split_vocab
+        xp, plan, hyper, logits, inputs, columns, collectives, split_vocab, sweeps
     )
     result = seam(
         xp,

@@ -53,6 +53,26 @@ def seam(
     return _Seam(xp, plan, hyper, statistics, inputs, sum_sequences, sequence_ranks).run()
 
 
+class Before(NamedTuple):
+    """What a launch that evaluates the terms itself needs of the tokens beforehand."""
+
+    tokens: tuple[Array, ...]
+    lengths: Array | None
+    sequence_count: Array | None
+    num_segments: Array | None
+
+
+def before(xp: Any, plan: Plan, hyper: Sequence[Array], inputs: Inputs) -> Before:
+    """Per-token inputs (a segment's carried by its tokens), sequence lengths per token and their number."""
+    seam = _Seam(xp, plan, hyper, {}, inputs, None, 1)
+    lengths = count = segments = None
+    if plan.needs_segments:
+        lengths, count = seam._carry(seam.lengths), seam.num_sequences
+    if any("num_segments" in loss.counts for loss in plan.losses):
+        segments = seam._segments_here()
+    return Before(tuple(seam.tokens), lengths, count, segments)
+
+
 class _Seam:
     def __init__(
         self,
@@ -216,7 +236,7 @@ class _Seam:
             cotangent = xp.where(counted & (factor != 0), factor * weight * derivative, 0.0)
             self._enter(operand, cotangent)
         share = 1.0 if part.kind == "token" else self.share
-        return xp.sum_all(xp.where(counted, weight * value, 0.0)) * share
+        return xp.cast(xp.sum_all(xp.where(counted, weight * value, 0.0)), self.like.dtype) * share
 
     def _evaluate(self, part: PlannedPart, arguments: list[Any]) -> tuple[Array, tuple[Array, ...]]:
         function = part.term.bound[self.xp.name]
@@ -276,7 +296,7 @@ class _Seam:
             self._add(_key(base), xp.where(self.valid, self._carry(cotangent), 0.0))
 
     def _add(self, key: tuple[Any, ...], cotangent: Array) -> None:
-        cotangent = cotangent + self.xp.zeros_like(self.like)
+        cotangent = self.xp.cast(cotangent, self.like.dtype) + self.xp.zeros_like(self.like)
         self.cotangents[key] = self.cotangents[key] + cotangent if key in self.cotangents else cotangent
 
     # --- metrics --------------------------------------------------------------------------------------------------
@@ -314,8 +334,8 @@ class _Seam:
         for value, output in zip(outputs, measurement.outputs, strict=False):
             if not output.metrics:
                 continue
-            value = value + xp.zeros_like(one)
-            weight = one if output.weight < 0 else xp.where(counted, outputs[output.weight], 0.0)
+            value = xp.cast(value + xp.zeros_like(one), one.dtype)
+            weight = one if output.weight < 0 else xp.cast(xp.where(counted, outputs[output.weight], 0.0), one.dtype)
             count = xp.sum_all(weight) * share
             product = value if output.weight < 0 else xp.where(weight == 0, 0.0, weight * value)
             for name, kind in output.metrics:
