@@ -11,10 +11,19 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from duohead.fields import nearest
-from duohead.loss import LOSS_TYPES, Loss, loss_type
+from duohead.loss import LOSS_TYPES, Loss
 
 GROUP = "monolithic"
 _GROUP_KEYS = ("type", "use_triton", "losses")
+#: what others call a type
+_KNOWN_AS = {
+    "cross_entropy": "label",
+    "nll": "label",
+    "kl": "distillation",
+    **dict.fromkeys(("forward_kl", "reverse_kl", "jsd"), "distillation"),
+    **dict.fromkeys(("ppo", "cispo", "sapo", "reinforce", "dapo"), "grpo"),
+    "ipo": "dpo",
+}
 _USE_TRITON = {True: "triton", False: "compiled"}
 
 
@@ -34,7 +43,7 @@ def head_arguments(config: Mapping[str, Any] | None, head_keys: tuple[str, ...])
     known = (*head_keys, "type", "use_triton") if is_group else head_keys
     for key in body:
         if key == "use_triton" and not is_group:
-            raise ValueError(f"use_triton: belongs to {{type: {GROUP}}}; here it is loss_implementation: triton")
+            raise ValueError(f"use_triton: belongs to {{type: {GROUP}}}; elsewhere it is loss_implementation")
         if key not in known:
             raise ValueError(f"{key}: unknown key of the head{nearest(str(key), known)}")
     if is_group:
@@ -58,7 +67,7 @@ def loss_from_dict(config: Any, path: str = "") -> Loss:
     if "type" not in config:
         raise ValueError(f"{path}type: missing; a loss names its type, one of {', '.join(sorted(LOSS_TYPES))}")
     try:
-        cls = loss_type(config["type"])
+        cls = _loss_type(config["type"])
         names = [rule.name for rule in cls.rules]
         for key in config:
             if key == "use_triton":
@@ -71,6 +80,15 @@ def loss_from_dict(config: Any, path: str = "") -> Loss:
         return cls(**{key: value for key, value in config.items() if key != "type"})
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}{error}") from None
+
+
+def _loss_type(name: Any) -> type[Loss]:
+    """The spec class of a type name, or a ValueError that names the one that was meant."""
+    if isinstance(name, str) and name in LOSS_TYPES:
+        return LOSS_TYPES[name]
+    meant = _KNOWN_AS.get(name) if isinstance(name, str) else None
+    hint = f"; did you mean {meant!r}?" if meant else nearest(str(name), (*LOSS_TYPES, GROUP))
+    raise ValueError(f"type: got {name!r}{hint}")
 
 
 def is_losses(config: Any) -> bool:
@@ -90,8 +108,9 @@ def _head_of(config: Any, head_keys: tuple[str, ...]) -> Mapping[str, Any]:
         return config
     for key in config:
         # Other sections of a training framework's document are not ours; a misplaced or misspelt key of the head is.
-        if key != "head" and get_close_matches(str(key), (*head_keys, "head"), 1, 0.8):
-            raise ValueError(f"{key}: stands beside head:{nearest(str(key), head_keys)}, which belongs under it")
+        meant = get_close_matches(str(key), head_keys, 1, 0.8)
+        if meant:
+            raise ValueError(f"{key}: stands beside `head`; {meant[0]!r} belongs under it")
     head = config["head"]
     if head is not None and not isinstance(head, Mapping):
         raise TypeError(f"head: must be a mapping, got {head!r}")

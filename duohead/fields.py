@@ -69,7 +69,7 @@ class Rule:
             return
         if self.text:
             if not isinstance(value, str) or not value:
-                raise TypeError(f"{path}{self.name}: must be {self.range}, got {value!r}")
+                raise TypeError(f"{path}{self.name}: must be {self.range}, {self.doc}, got {value!r}")
             return
         if self.whole and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{path}{self.name}: must be {self.range}, got {value!r}")

@@ -41,8 +41,8 @@ class HeadSpec:
 
     losses: Mapping[str, Loss] = field(default_factory=dict)
     loss_implementation: str = choice("auto", "how the losses run", IMPLEMENTATIONS)
-    logits_scale_factor: Number = declared(SCALE)  # noqa: RUF009 (it is a field)
-    final_logit_softcap: Number = declared(SOFTCAP)  # noqa: RUF009
+    logits_scale_factor: Number = declared(SCALE)
+    final_logit_softcap: Number = declared(SOFTCAP)
     vocab_size: int | None = whole_number(None, "columns at and past it are padding", minimum=1, optional=True)
     metrics: tuple[str, ...] = names("metrics of the head itself, reported as `head/<name>`", HEAD_METRICS)
     tokens: tuple[str, ...] = names("values to return per token", TOKENS)
