@@ -537,7 +537,7 @@ def _head_metrics(call: _Call, asked: Sequence[str], rows: dict[int, _Row]) -> d
             if name == "accuracy":
                 value = _mean([float(rows[t].x[labels[t]] == rows[t].x.max()) for t in call.rows])
             else:
-                value = mean_logprob if name == "mean_logprob" else math.exp(-mean_logprob)
+                value = mean_logprob if name == "mean_logprob" else float(np.exp(-mean_logprob))  # may be inf
         else:
             raise ValueError(f"unknown head metric {name!r}")
         metrics[f"head/{name}"] = value

@@ -113,14 +113,26 @@ def value_and_derivatives(
     return value, pull(torch.ones_like(value))
 
 
-def _where(condition: Any, a: Any, b: Any) -> torch.Tensor:
-    return torch.where(condition, a, b)
+def term_names(array: torch.Tensor) -> str:
+    """The name of the bound copies of terms that compute in this array's dtype."""
+    return "torch64" if array.dtype == torch.float64 else name
+
+
+def _where_in(dtype: torch.dtype) -> Callable[[Any, Any, Any], torch.Tensor]:
+    """``where`` of two numbers has no dtype of its own: torch would take its default, and draw float64 down to it."""
+
+    def where_of(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
+        if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
+            a = torch.full((), a, dtype=dtype, device=condition.device)
+        return torch.where(condition, a, b)
+
+    return where_of
 
 
 TERM_NAMES = {
     "exp": exp,
     "log": log,
-    "where": _where,
+    "where": _where_in(torch.float32),
     "minimum": minimum,
     "maximum": maximum,
     "abs": abs,
@@ -128,3 +140,4 @@ TERM_NAMES = {
     "sigmoid": sigmoid,
 }
 add_namespace(name, TERM_NAMES)
+add_namespace("torch64", {**TERM_NAMES, "where": _where_in(torch.float64)})

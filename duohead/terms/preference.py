@@ -13,7 +13,11 @@ from duohead.term import Measure, Term
 
 def softplus(x):  # type: ignore[no-untyped-def]
     """log(1 + e^x) without overflow: −log σ(h) = softplus(−h)."""
-    return maximum(x, 0.0) + log(1.0 + exp(minimum(x, -x)))
+    small = exp(minimum(x, -x))
+    # log(1 + small) to the last place (Kahan): what 1 + small loses, log of it and the division lose alike.
+    one = 1.0 + small
+    lost = where(one == 1.0, 1.0, log(one) / where(one == 1.0, 1.0, one - 1.0))
+    return maximum(x, 0.0) + small * lost
 
 
 def sigmoid_loss(h):  # type: ignore[no-untyped-def]
@@ -65,8 +69,11 @@ MAX_MEAN_LOGPROB = -1e-7
 
 def log_odds(mean_logprob_of_sequence):  # type: ignore[no-untyped-def]
     mean = minimum(mean_logprob_of_sequence, MAX_MEAN_LOGPROB)
-    # 1 − e^m from e^m would cancel near m = 0: there it is −m − m²/2.
-    complement = where(mean > -1e-3, -mean * (1.0 + 0.5 * mean), 1.0 - exp(mean))
+    # 1 − e^m to the last place (Kahan): e^m loses near m = 0 what log of it loses too, and the quotient does not.
+    power = exp(mean)
+    near = (power > 0.5) & (power < 1.0)
+    lost = where(near, mean / where(near, log(where(near, power, 0.5)), 1.0), 1.0)
+    complement = where(power == 1.0, -mean, (1.0 - power) * lost)
     return mean - log(complement), 1.0 / complement
 
 

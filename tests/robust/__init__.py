@@ -1,0 +1,1 @@
+"""The robustness suite: hard inputs, every implementation, and tolerances that are derived."""
