@@ -134,10 +134,14 @@ def monolithic_loss(
     [0.0, 0.0, 0.0, 0.0]
     """
     call = _prepare(locals())
-    evaluations = _evaluate(call)
+    differentiable = logits.requires_grad and torch.is_grad_enabled()
+    # A kernel that reads once writes the gradient in the same launch; backward then only hands it over.
+    early = differentiable and not overwrite_logits and call.runner.gives_gradient(call.jobs, call.setting)
+    evaluations, gradient = _evaluate_with_gradient(call) if early else (_evaluate(call), None)
     loss, aux = _joined(evaluations)
-    if logits.requires_grad and torch.is_grad_enabled():
-        loss = attach(call.logits, loss, call.runner, call.setting, _written(call, evaluations), overwrite_logits)
+    if differentiable:
+        written = _written(call, evaluations)
+        loss = attach(call.logits, loss, call.runner, call.setting, written, overwrite_logits, gradient)
     return Result(loss, aux)
 
 
@@ -197,12 +201,9 @@ def monolithic_loss_and_grad(
         arguments.pop(name)
     with torch.no_grad():
         call = _prepare(arguments)
-        evaluations = _evaluate(call)
-        loss, aux = _joined(evaluations)
         upstream = hyper_tensors((grad_scale,), call.logits)[0]
-        gradient = call.runner.gradient(
-            _written(call, evaluations), call.setting, call.logits, upstream, out=local(out), accumulate=accumulate
-        )
+        evaluations, gradient = _evaluate_with_gradient(call, upstream, local(out), accumulate)
+        loss, aux = _joined(evaluations)
     return ResultAndGrad(Result(loss, aux), call.layout.wrap(gradient))
 
 
@@ -246,7 +247,7 @@ def _prepare(arguments: dict[str, Any]) -> _Call:
         )
         for item in make_passes(checked, remember=not torch.compiler.is_compiling())
     )
-    return _Call(logits, jobs, setting, pick_runner(checked.implementation, logits), layout)
+    return _Call(logits, jobs, setting, pick_runner(checked.implementation, logits, jobs), layout)
 
 
 def _valid(checked: Arguments, logits: torch.Tensor) -> torch.Tensor:
@@ -321,6 +322,23 @@ def _evaluate(call: _Call) -> list[Any]:
     if isinstance(call.setting.collectives, CheckedShards):
         call.setting.collectives.check()
     return evaluations
+
+
+def _evaluate_with_gradient(
+    call: _Call, upstream: torch.Tensor | None = None, out: torch.Tensor | None = None, accumulate: bool = False
+) -> tuple[list[Any], torch.Tensor]:
+    """The evaluations and the gradient times upstream (default 1), in one launch where the runner can."""
+    logits = call.logits.detach()
+    with torch.no_grad():
+        if upstream is None:
+            upstream = hyper_tensors((1.0,), logits)[0]
+        if call.runner.gives_gradient(call.jobs, call.setting):
+            return call.runner.evaluate_with_gradient(call.jobs, call.setting, logits, upstream, out, accumulate)
+        evaluations = _evaluate(call)
+        gradient = call.runner.gradient(
+            _written(call, evaluations), call.setting, logits, upstream, out=out, accumulate=accumulate
+        )
+    return evaluations, gradient
 
 
 def _written(call: _Call, evaluations: list[Any]) -> tuple[Written, ...]:

@@ -22,9 +22,11 @@ class _Attach(torch.autograd.Function):
         setting: Setting,
         shape: Any,
         overwrite: bool,
+        gradient: torch.Tensor | None,
         *saved: torch.Tensor,
     ) -> torch.Tensor:
         ctx.runner, ctx.setting, ctx.shape, ctx.overwrite = runner, setting, shape, overwrite
+        ctx.gradient = gradient
         ctx.spent = False
         ctx.save_for_backward(logits, *saved)
         return loss.clone()
@@ -42,9 +44,14 @@ class _Attach(torch.autograd.Function):
         if ctx.overwrite:
             ctx.spent = True
             out = logits.detach()
+        ready, ctx.gradient = ctx.gradient, None
         with torch.no_grad():
-            gradient = ctx.runner.gradient(written, ctx.setting, logits, upstream, out=out)
-        return (gradient, None, None, None, None, None, *(None for _ in saved))
+            if ready is not None:
+                # The buffer is the caller's from now on; a second backward writes one of its own.
+                gradient = ctx.runner.rescale(written, ctx.setting, logits, upstream, ready)
+            else:
+                gradient = ctx.runner.gradient(written, ctx.setting, logits, upstream, out=out)
+        return (gradient, None, None, None, None, None, None, *(None for _ in saved))
 
 
 def attach(
@@ -54,6 +61,7 @@ def attach(
     setting: Setting,
     written: tuple[Written, ...],
     overwrite: bool,
+    gradient: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The loss as a differentiable function of the logits."""
-    return _Attach.apply(logits, loss, runner, setting, structure(written), overwrite, *flatten(written))
+    """The loss as a differentiable function of the logits; ``gradient``: where the forward wrote it already."""
+    return _Attach.apply(logits, loss, runner, setting, structure(written), overwrite, gradient, *flatten(written))

@@ -13,6 +13,7 @@ import torch
 from duohead import engine
 from duohead_torch import runner
 from duohead_torch.runner import EagerRunner, Job, Setting, Written
+from duohead_torch.triton import pick_triton
 
 
 @functools.lru_cache(maxsize=256)
@@ -60,6 +61,10 @@ class CompiledRunner:
 
     name = "compiled"
 
+    def gives_gradient(self, jobs: tuple[Job, ...], setting: Setting) -> bool:
+        """Whether one launch evaluates and writes the gradient: no, both halves read the logits."""
+        return False
+
     def evaluate(self, jobs: tuple[Job, ...], setting: Setting, logits: torch.Tensor) -> list[engine.Evaluation]:
         return [_evaluate_program(job.plan, setting)(logits, job.hyper, job.inputs) for job in jobs]
 
@@ -104,8 +109,12 @@ def _warn_eager(reason: str) -> None:
     )
 
 
-def pick_runner(implementation: str, logits: torch.Tensor) -> Any:
+def pick_runner(implementation: str, logits: torch.Tensor, jobs: tuple[Job, ...]) -> Any:
     """The runner of an implementation; inside a user's torch.compile the eager one is traced into the graph."""
+    if implementation == "triton" or (implementation == "auto" and logits.device.type == "cuda"):
+        found = pick_triton(implementation, logits, jobs)
+        if found is not None:
+            return found
     if torch.compiler.is_compiling() or implementation in ("eager", "per_loss"):
         return EagerRunner()
     fault = compiler_fault() if logits.device.type == "cpu" else None

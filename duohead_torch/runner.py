@@ -79,6 +79,10 @@ class EagerRunner:
 
     name = "eager"
 
+    def gives_gradient(self, jobs: tuple[Job, ...], setting: Setting) -> bool:
+        """Whether one launch evaluates and writes the gradient: no, both halves read the logits."""
+        return False
+
     def evaluate(self, jobs: tuple[Job, ...], setting: Setting, logits: torch.Tensor) -> list[engine.Evaluation]:
         return [evaluate(job, setting, logits) for job in jobs]
 

@@ -10,7 +10,7 @@ import torch
 
 from duohead import engine
 from duohead.kernels import layout
-from duohead.kernels.eligible import is_fused
+from duohead.kernels.eligible import is_fused, plan_fault
 from duohead.plan import Plan
 from duohead.seam import before
 from duohead.statistics import Columns, Inputs, Normalisers, rows_of
@@ -37,6 +37,26 @@ def usable(logits: torch.Tensor) -> str | None:
     if logits.device.type == "cuda" or (logits.device.type == "cpu" and interpreted()):
         return None
     return f"logits on {logits.device}: it needs a CUDA device (or TRITON_INTERPRET=1, which runs the interpreter)"
+
+
+def pick_triton(implementation: str, logits: torch.Tensor, jobs: Sequence[Any]) -> TritonRunner | None:
+    """The kernels' runner; None where ``auto`` must take another.
+
+    Raises:
+        RuntimeError, ValueError: ``triton`` was asked for, and cannot run these logits or these losses.
+    """
+    reason = usable(logits)
+    if reason is not None:
+        if implementation == "triton":
+            raise RuntimeError(f"implementation='triton' cannot run: {reason}")
+        return None
+    for job in jobs:
+        fault = plan_fault(job.plan)
+        if fault is not None:
+            if implementation == "triton":
+                raise ValueError(f"implementation='triton' cannot take the loss {fault[0]!r}: {fault[1]}")
+            return None
+    return TritonRunner()
 
 
 class Call(NamedTuple):

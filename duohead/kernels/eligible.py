@@ -12,7 +12,7 @@ from typing import Any
 from duohead.loss import Loss
 from duohead.namespace import NAMES, Unbound
 from duohead.plan import Plan
-from duohead.term import INPUTS, Bound, Term
+from duohead.term import INPUTS, Bound, Measure, Term
 
 #: everything a call could have: a spec's terms may depend on it
 _ANYTHING = frozenset((*INPUTS, "labels", "segment_ids", "preference_pairs"))
@@ -21,18 +21,37 @@ _ANYTHING = frozenset((*INPUTS, "labels", "segment_ids", "preference_pairs"))
 def why_not(losses: Mapping[str, Loss]) -> dict[str, str]:
     """Loss name → why the Triton kernel cannot take it; empty where it takes them all.
 
+    A term that runs in the kernel must be in the restricted style. A set with sequence or pair terms, or with terms
+    that leave their derivatives to the framework, runs in two launches with its terms as array code between them.
+
     >>> from duohead import CrossEntropy
     >>> why_not({"ce": CrossEntropy()})
     {}
     """
-    found = {}
+    functions: dict[str, list[Bound]] = {}
     for name, loss in losses.items():
-        functions: list[Bound] = [part.term for part in loss.parts(_ANYTHING) if in_kernel(part.term)]
-        functions += [item.measure for item in loss.measurements(_ANYTHING) if item.measure.kind == "token"]
-        reasons = [reason for function in functions if (reason := fault(function)) is not None]
-        if reasons:
-            found[name] = reasons[0]
-    return found
+        terms = [part.term for part in loss.parts(_ANYTHING)]
+        measures = [item.measure for item in loss.measurements(_ANYTHING)]
+        if not _one_launch(terms, measures):
+            return {}
+        functions[name] = [*terms, *measures]
+    reasons = {name: _first_fault(found) for name, found in functions.items()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _first_fault(functions: list[Bound]) -> str | None:
+    for function in functions:
+        reason = fault(function)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _one_launch(terms: list[Term], measures: list[Measure]) -> bool:
+    return all(term.kind == "token" and term.has_derivatives for term in terms) and all(
+        measure.kind == "token" and not any(name.startswith("carried_") for name in measure.operands.values())
+        for measure in measures
+    )
 
 
 def refuse(losses: Mapping[str, Loss]) -> None:
@@ -44,26 +63,25 @@ def refuse(losses: Mapping[str, Loss]) -> None:
         )
 
 
-def in_kernel(term: Term) -> bool:
-    """Whether a term is inlined in the kernel: others are array code between two launches."""
-    return term.kind == "token" and term.has_derivatives
+@functools.lru_cache(maxsize=256)
+def plan_fault(plan: Plan) -> tuple[str, str] | None:
+    """(loss, why the kernel cannot take it) of the first such loss of a plan, or None."""
+    if not is_fused(plan):
+        return None
+    for loss in plan.losses:
+        functions: list[Bound] = [part.term for part in loss.parts]
+        reason = _first_fault([*functions, *(item.measure for item in loss.measurements)])
+        if reason is not None:
+            return loss.name, reason
+    return None
 
 
+@functools.lru_cache(maxsize=256)
 def is_fused(plan: Plan) -> bool:
     """Whether one launch does everything: all terms and measures per token, and with derivatives of their own."""
-    parts = [part for loss in plan.losses for part in loss.parts]
-    measures = [item for loss in plan.losses for item in loss.measurements]
-    return (
-        bool(plan.losses)
-        and not plan.sums
-        and all(in_kernel(part.term) for part in parts)
-        and all(item.kind == "token" and not _carried(item.measure) for item in measures)
-    )
-
-
-def _carried(measure: Bound) -> bool:
-    operands: dict[str, str] = getattr(measure, "operands", {})
-    return any(operand.startswith("carried_") for operand in operands.values())
+    terms = [part.term for loss in plan.losses for part in loss.parts]
+    measures = [item.measure for loss in plan.losses for item in loss.measurements]
+    return bool(plan.losses) and not plan.sums and _one_launch(terms, measures)
 
 
 @functools.lru_cache(maxsize=1024)
