@@ -418,5 +418,6 @@ def write(
         # A column at −inf, and padding with it, gets nothing.
         total = total + xp.where(log_p == -xp.inf, 0.0, gradient)
     if bend is not None:
-        total = total * (1.0 - bend * bend)
+        # Padding may hold anything, NaN too: its gradient is 0, whatever the cap's slope there.
+        total = xp.where(total == 0, 0.0, total * (1.0 - bend * bend))
     return xp.where(inputs.valid[..., None], total, 0.0)
