@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
-from duohead.fields import Number, Rule, choice, nearest, number, rules_of
+from duohead.fields import Number, Rule, choice, number, rules_of
 from duohead.term import Measure, Term
 
 REDUCTIONS = ("token_mean", "sum", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")
@@ -158,10 +158,3 @@ def register(type_name: str) -> Callable[[_AnyLoss], _AnyLoss]:
 
 def _without_minimum(rule: Rule) -> Rule:
     return Rule(rule.name, rule.doc + "; negative is a bonus", rule.default)
-
-
-def loss_type(type_name: Any) -> type[Loss]:
-    """The spec class of a type name, or a ValueError that names the nearest one."""
-    if not isinstance(type_name, str) or type_name not in LOSS_TYPES:
-        raise ValueError(f"type: got {type_name!r}{nearest(str(type_name), tuple(LOSS_TYPES))}")
-    return LOSS_TYPES[type_name]
