@@ -159,7 +159,8 @@ def same_number(a: Number, b: Number) -> bool:
     """Whether two hyperparameters are known to be equal: the same object, or equal Python numbers."""
     if a is b:
         return True
-    return isinstance(a, (int, float)) and isinstance(b, (int, float)) and a == b
+    # Not ==: Dynamo would replace one symbolic number by the other, and then make it a constant as nothing uses it.
+    return isinstance(a, (int, float)) and isinstance(b, (int, float)) and a <= b and a >= b
 
 
 def joined(a: Number, b: Number) -> Number:

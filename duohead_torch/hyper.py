@@ -13,9 +13,10 @@ def hyper_tensors(values: Sequence[Any], logits: torch.Tensor) -> tuple[torch.Te
     """One scalar tensor per hyperparameter, on the logits' device and in their compute dtype."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     if torch.compiler.is_compiling():
-        # Adding to a tensor keeps a number that changes from step to step symbolic in the graph.
+        # Adding to a tensor keeps a number that changes from step to step symbolic in the graph; the stack keeps those
+        # in use that nothing reads (num_tokens beside a sum, say), which Dynamo would make constants.
         zero = torch.zeros((), dtype=torch.float64, device=logits.device)
-        return tuple(_scalar(value, zero).to(dtype) for value in values)
+        return torch.stack([_scalar(value, zero) for value in values]).to(dtype).unbind()
     if any(isinstance(value, torch.Tensor) for value in values):
         return tuple(_scalar(value, torch.zeros((), dtype=dtype, device=logits.device)).to(dtype) for value in values)
     return _cached(tuple(float(value) for value in values), dtype, logits.device)
