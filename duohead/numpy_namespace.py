@@ -25,6 +25,11 @@ def concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(list(arrays), axis=-1)
 
 
+def term_names(array: np.ndarray) -> str:
+    """The name of the bound copies of terms that compute in this array's dtype."""
+    return name
+
+
 def compute_dtype(array: np.ndarray) -> Any:
     return np.float64
 

@@ -230,16 +230,17 @@ class _Seam:
         arguments = [self._value(operand) for operand in part.operands]
         value, derivatives = self._evaluate(part, arguments)
         weight, counted = self._weights(loss, part.kind)
+        counted = counted & (weight != 0)  # NaN counts
         factor = self.hyper[loss.weight]
         for operand, derivative in zip(part.differentiable, derivatives, strict=True):
-            # where, not a product: a loss of weight 0 or a masked row adds exactly nothing.
+            # where, not a product: a loss or a token of weight 0 or a masked row adds exactly nothing.
             cotangent = xp.where(counted & (factor != 0), factor * weight * derivative, 0.0)
             self._enter(operand, cotangent)
         share = 1.0 if part.kind == "token" else self.share
         return xp.cast(xp.sum_all(xp.where(counted, weight * value, 0.0)), self.like.dtype) * share
 
     def _evaluate(self, part: PlannedPart, arguments: list[Any]) -> tuple[Array, tuple[Array, ...]]:
-        function = part.term.bound[self.xp.name]
+        function = part.term.bound[self.xp.term_names(self.like)]
         if part.term.has_derivatives:
             result = function(*arguments)
             return result[0], tuple(result[1:])
@@ -323,7 +324,7 @@ class _Seam:
     def _measurement(self, loss: PlannedLoss, measurement: PlannedMeasurement) -> None:
         xp = self.xp
         arguments = [self._value(operand) for operand in measurement.operands]
-        outputs = measurement.measure.bound[xp.name](*arguments)
+        outputs = measurement.measure.bound[xp.term_names(self.like)](*arguments)
         if measurement.kind == "pair":
             counted, share = self.real_pair, self.share
         elif measurement.kind == "sequence":

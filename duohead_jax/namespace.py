@@ -34,6 +34,11 @@ def concatenate(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate(list(arrays), axis=-1)
 
 
+def term_names(array: jax.Array) -> str:
+    """The name of the bound copies of terms that compute in this array's dtype."""
+    return name
+
+
 def compute_dtype(array: jax.Array) -> Any:
     """float64 for float64, else float32."""
     return jnp.float64 if array.dtype == jnp.float64 else jnp.float32
