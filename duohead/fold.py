@@ -7,6 +7,7 @@ Restricted style: the same functions run in the kernel.
 
 from __future__ import annotations
 
+from duohead.namespace import where
 from duohead.term import Bound
 
 
@@ -21,7 +22,9 @@ def fold_softmax(  # type: ignore[no-untyped-def]
 def fold_pairing(d_teacher_cross_entropy, d_forward_kl, d_reverse_kl, reverse_kl):  # type: ignore[no-untyped-def]
     """(A, B, C, D) that one pairing adds; Q = Σ q is 1 for a softmax."""
     d = d_teacher_cross_entropy + d_forward_kl
-    return d - d_reverse_kl * reverse_kl, d_reverse_kl, -d_reverse_kl, d
+    # An infinite KL whose loss has no weight adds nothing.
+    shift = where(d_reverse_kl == 0.0, 0.0, d_reverse_kl * reverse_kl)
+    return d - shift, d_reverse_kl, -d_reverse_kl, d
 
 
 FOLD_SOFTMAX = Bound(fold_softmax)

@@ -402,7 +402,7 @@ def write(
             log_q = teachers[pairing.teacher]
             c, d = (value[..., None] for value in coefficients.pairing[j])
             if pairing.reverse_kl:
-                inner = inner + c * log_q
+                inner = inner + xp.where(c == 0, 0.0, c * log_q)
             if pairing.teacher_cross_entropy or pairing.forward_kl:
                 outside = outside + d * xp.exp(log_q)
             for (weight, mean), slot in zip(coefficients.jsd[j], pairing.jsd, strict=True):

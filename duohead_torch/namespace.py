@@ -121,7 +121,9 @@ def term_names(array: torch.Tensor) -> str:
 def _where_in(dtype: torch.dtype) -> Callable[[Any, Any, Any], torch.Tensor]:
     """``where`` of two numbers has no dtype of its own: torch would take its default, and draw float64 down to it."""
 
-    def where_of(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
+    def where_of(condition: Any, a: Any, b: Any) -> Any:
+        if isinstance(condition, bool):  # an operand that is absent stands for the number 1
+            return a if condition else b
         if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
             a = torch.full((), a, dtype=dtype, device=condition.device)
         return torch.where(condition, a, b)

@@ -156,7 +156,7 @@ class RowCode:
             f"token{n}_row = tl.load(token{n} + row, mask=valid_row, other=0.0).to(tl.float32)"
             for n, _ in enumerate(self.plan.input_names)
         ]
-        return [*loads, *inputs, *body, *measures]
+        return ["one = tl.full((), 1.0, tl.float32)", *loads, *inputs, *body, *measures]
 
     def _call(self, item: Bound) -> str:
         for name, known in self.functions.items():
@@ -174,7 +174,7 @@ class RowCode:
         if operand.source == "hyper":
             return self._slot(operand.index)
         if operand.source == "one":
-            return "1.0"
+            return "one"
         if operand.source == "input":
             return f"token{operand.index}_row"
         return statistic_name(statistic_key(operand), self.plan)
@@ -215,9 +215,9 @@ class RowCode:
             for part in loss.parts:
                 arguments = ", ".join(self._operand(operand) for operand in part.operands)
                 lines.append(f"result = {self._call(part.term)}({arguments})")
-                lines.append(f"loss{n} = loss{n} + tl.where(valid_row, weight{n} * result[0], 0.0)")
+                lines.append(f"loss{n} = loss{n} + tl.where(valid_row & (weight{n} != 0.0), weight{n} * result[0], 0.0)")
                 for d, operand in enumerate(part.differentiable):
-                    lines += self._enter(operand, f"{factor} * weight{n} * result[{1 + d}]", factor)
+                    lines += self._enter(operand, f"{factor} * weight{n} * result[{1 + d}]", f"{factor} * weight{n}")
         for row, key in enumerate(layout_of(self.plan).rows):
             if key[0] == "loss":
                 lines.append(_store_row(row, f"loss{key[1]}"))

@@ -228,7 +228,7 @@ def gradient(plan: Plan, v: str = "v", y: str = "y", *, label: bool = False) -> 
         guarded = False
         for j, pair in pairs:
             if pair.reverse_kl:
-                lines.append(f"inner = inner + C{j} * ly{pair.teacher}")
+                lines.append(f"inner = inner + tl.where(C{j} == 0.0, 0.0, C{j} * ly{pair.teacher})")
                 guarded = True
             for b, _ in enumerate(pair.jsd):
                 lines.append(f"ratio = (ly{pair.teacher} - l{i}) * LN2")

@@ -30,9 +30,9 @@ def exp_minus_linear(x):  # type: ignore[no-untyped-def]
     return where((x > -0.05) & (x < 0.05), series, exp(bounded) - bounded - 1.0)
 
 
-def times(slope, logprob):  # type: ignore[no-untyped-def]
-    """slope·log p, and 0 where the slope is, also for a label at −inf."""
-    return where(slope == 0.0, 0.0, slope * logprob)
+def times(factor, value):  # type: ignore[no-untyped-def]
+    """factor·value, and 0 where the factor is: also for a label at −inf, or a product that has overflowed."""
+    return where(factor == 0.0, 0.0, factor * value)
 
 
 def clipped_objective(ratio, advantages, epsilon_low, epsilon_high, delta):  # type: ignore[no-untyped-def]
@@ -55,7 +55,7 @@ def grpo_clip(  # type: ignore[no-untyped-def]
 ):
     ratio = ratio_of(logprob - old_logprobs)
     value, slope = clipped_objective(ratio, advantages, epsilon_low, epsilon_high, delta)
-    return importance_weights * value, importance_weights * slope
+    return times(importance_weights, value), times(importance_weights, slope)
 
 
 def grpo_cispo(  # type: ignore[no-untyped-def]
@@ -74,7 +74,7 @@ def grpo_sapo(logprob, old_logprobs, advantages, importance_weights, tau_pos, ta
     value = -(4.0 / tau) * gate * advantages
     # 1 − σ(z) is σ(−z): no cancellation, and exactly 0 before the ratio can overflow the product.
     slope = -advantages * (4.0 * gate * sigmoid(tau * (1.0 - ratio))) * ratio
-    return importance_weights * value, importance_weights * slope
+    return times(importance_weights, value), times(importance_weights, slope)
 
 
 def grpo_reinforce(logprob, advantages, importance_weights):  # type: ignore[no-untyped-def]
@@ -101,7 +101,7 @@ def gspo_clip(  # type: ignore[no-untyped-def]
 ):
     ratio = ratio_of(log_ratio_mean)
     value, slope = clipped_objective(ratio, advantages_mean, epsilon_low, epsilon_high, NO_DELTA)
-    return importance_weights_mean * value, importance_weights_mean * slope
+    return times(importance_weights_mean, value), times(importance_weights_mean, slope)
 
 
 def ratio_measure(log_ratio, advantages, epsilon_low, epsilon_high):  # type: ignore[no-untyped-def]
