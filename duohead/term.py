@@ -67,6 +67,8 @@ class Bound:
         self.bound: dict[str, Callable[..., Any]] = {}
         for namespace, names in NAMESPACES.items():
             self.bound[namespace] = bind(function, names)
+        #: its place among all of them, by which ``numbered`` finds it again
+        self.number = len(_BOUND)
         _BOUND.append(self)
 
 
@@ -165,6 +167,11 @@ NUMPY_NAMES: dict[str, Callable[..., Any]] = {
 #: namespace → its functions, for every framework that has been imported
 NAMESPACES: dict[str, Mapping[str, Any]] = {"numpy": NUMPY_NAMES}
 _BOUND: list[Bound] = []
+
+
+def numbered(number: int) -> Bound:
+    """The restricted function with this number."""
+    return _BOUND[number]
 
 
 def add_namespace(name: str, names: Mapping[str, Any]) -> None:

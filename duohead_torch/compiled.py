@@ -21,7 +21,7 @@ def _evaluate_program(plan: Any, setting: Setting) -> Callable[..., engine.Evalu
     def run(logits: torch.Tensor, hyper: tuple[torch.Tensor, ...], inputs: Any) -> engine.Evaluation:
         return runner.evaluate(Job(plan, hyper, inputs), setting, logits)
 
-    return _compile(run)
+    return compile_program(run)
 
 
 @functools.lru_cache(maxsize=256)
@@ -34,10 +34,10 @@ def _gradient_program(plans: tuple[Any, ...], setting: Setting, accumulate: bool
         total = runner.gradient(written, setting, logits, upstream)
         out.copy_(out + total if accumulate else total)
 
-    return _compile(run)
+    return compile_program(run)
 
 
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_program(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles a copy of the function with a code object of its own: Dynamo counts recompiles per code object."""
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
     copy = types.FunctionType(

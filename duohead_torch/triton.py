@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,26 +17,24 @@ from duohead.plan import Plan
 from duohead.seam import before
 from duohead.statistics import Columns, Inputs, Normalisers, rows_of
 from duohead_torch import namespace
+from duohead_torch.plan_key import plan_key, plan_of
+from duohead_torch.runner import Written
 
-__all__ = ["Call", "fused", "interpreted", "statistics", "usable", "write"]
+__all__ = ["Call", "fused", "statistics", "usable", "write"]
 
 
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU."""
-    from duohead.kernels import bind
-
-    return bind.interpreted()
+INSTALLED = importlib.util.find_spec("triton") is not None
+#: whether kernels run in Triton's interpreter, on the CPU; Triton reads it when a kernel is made
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 def usable(logits: torch.Tensor) -> str | None:
     """Why the kernels cannot run on these logits, or None."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
+    if not INSTALLED:
         return "triton is not installed (pip install duohead[triton])"
     if logits.dtype == torch.float64:
         return "float64 logits: the kernel computes in float32; use 'compiled' or 'eager'"
-    if logits.device.type == "cuda" or (logits.device.type == "cpu" and interpreted()):
+    if logits.device.type == "cuda" or (logits.device.type == "cpu" and INTERPRETED):
         return None
     return f"logits on {logits.device}: it needs a CUDA device (or TRITON_INTERPRET=1, which runs the interpreter)"
 
@@ -51,12 +51,39 @@ def pick_triton(implementation: str, logits: torch.Tensor, jobs: Sequence[Any]) 
             raise RuntimeError(f"implementation='triton' cannot run: {reason}")
         return None
     for job in jobs:
-        fault = plan_fault(job.plan)
+        fault = facts_of(job.plan).fault
         if fault is not None:
             if implementation == "triton":
                 raise ValueError(f"implementation='triton' cannot take the loss {fault[0]!r}: {fault[1]}")
             return None
     return TritonRunner()
+
+
+class Facts(NamedTuple):
+    """What the plan alone decides: one launch or two, what is wrong with it, and what the kernels store."""
+
+    fused: bool
+    fault: tuple[str, str] | None
+    saved: tuple[str, ...]
+    layout: layout.Layout | None
+
+
+def facts_of(plan: Plan) -> Facts:
+    """The facts of a plan; inside ``torch.compile`` constants of the graph, not traced."""
+    if torch.compiler.is_compiling():
+        return Facts(*_constant_facts(plan_key(plan)))
+    return _facts(plan)
+
+
+@functools.lru_cache(maxsize=256)
+def _facts(plan: Plan) -> Facts:
+    fused = is_fused(plan)
+    return Facts(fused, plan_fault(plan), layout.saved_names(plan), layout.layout_of(plan) if fused else None)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[attr-defined,untyped-decorator]
+def _constant_facts(key: str) -> Facts:
+    return _facts(plan_of(key))
 
 
 class Call(NamedTuple):
@@ -181,6 +208,8 @@ def _flags(call: Call, **more: bool) -> Any:
 
 def statistics(call: Call) -> torch.Tensor:
     """The partial rows ``[rows_of(plan), T]``: one launch."""
+    if torch.compiler.is_compiling():
+        return torch.ops.duohead.statistics(*_operands(call))
     from duohead.kernels import build
 
     rows = call.hyper.new_empty(len(rows_of(call.plan)), call.logits.shape[0])
@@ -191,6 +220,8 @@ def statistics(call: Call) -> torch.Tensor:
 
 def jsd(call: Call, saved: torch.Tensor) -> torch.Tensor:
     """The JSD's rows: one launch."""
+    if torch.compiler.is_compiling():
+        return torch.ops.duohead.jsd(*_operands(call), saved)
     from duohead.kernels import build, sweeps
 
     rows = call.hyper.new_empty(len(sweeps.jsd_sums(call.plan)), call.logits.shape[0])
@@ -207,12 +238,20 @@ def write(
     check: bool = False,
 ) -> None:
     """Writes the gradient ``[T, V]`` (adds to it, with ``accumulate``); with ``check``, only if upstream is not 1."""
+    if torch.compiler.is_compiling():
+        torch.ops.duohead.write(*_operands(call), saved, upstream, gradient, accumulate)
+        return
     from duohead.kernels import build, launch
 
     launcher = _Launcher(call, gradient)
     kernel = build.write(call.plan, _flags(call, accumulate=accumulate, check=check))
     programs = launch.check_programs(launcher.rows, launcher.device) if check else None
     launcher.run("write", kernel, programs, saved=saved, upstream=upstream)
+
+
+def _operands(call: Call) -> tuple[Any, ...]:
+    """A call as the first operands of an operator of ``triton_ops``."""
+    return (plan_key(call.plan), *call[1:4], list(call.teachers), *call[5:])
 
 
 class Fused(NamedTuple):
@@ -232,6 +271,9 @@ def fused(
     accumulate: bool = False,
 ) -> Fused:
     """Losses, metrics and (where ``gradient`` is given) the gradient: one launch over the vocabulary, three small ones."""
+    if torch.compiler.is_compiling():
+        found = torch.ops.duohead.fused(*_operands(call), tokens, extras.get("lengths"), extras.get("sequence_count"))
+        return Fused(*found)
     from duohead.kernels import build, launch
 
     plan, make = call.plan, call.hyper.new_empty
@@ -308,8 +350,11 @@ class TritonRunner:
         return [self._evaluate(job, setting, logits, None, None, False) for job in jobs]
 
     def gives_gradient(self, jobs: Any, setting: Any) -> bool:
-        """Whether the gradient costs no second read: then it is best written in the forward."""
-        return len(jobs) == 1 and self._is_fused(jobs[0], setting)
+        """Whether the gradient costs no second read: then it is best written in the forward.
+
+        Not inside a user's ``torch.compile``: a backward graph cannot hand over a buffer that the forward's made.
+        """
+        return not torch.compiler.is_compiling() and len(jobs) == 1 and self._is_fused(jobs[0], setting)
 
     def evaluate_with_gradient(
         self,
@@ -327,13 +372,11 @@ class TritonRunner:
             found = [self._evaluate(jobs[0], setting, logits, factor, rows, accumulate)]
             return found, _finish(target, rows, out)
         found = self.evaluate(jobs, setting, logits)
-        from duohead_torch.runner import Written
-
         written = tuple(Written(job, (), item.coefficients) for job, item in zip(jobs, found, strict=True))
         return found, self.gradient(written, setting, logits, factor, out, accumulate)
 
     def _is_fused(self, job: Any, setting: Any) -> bool:
-        return is_fused(job.plan) and not setting.split_vocab and not setting.split_sequences
+        return facts_of(job.plan).fused and not setting.split_vocab and not setting.split_sequences
 
     def _evaluate(
         self,
@@ -349,8 +392,16 @@ class TritonRunner:
         call = make_call(job.plan, job.hyper, logits, job.inputs, setting.columns)
         tokens, extras, segments = _beforehand(job)
         result = fused(call, tokens, extras, upstream, gradient, accumulate)
+        described = facts_of(job.plan).layout
+        assert described is not None
         found = layout.evaluation(
-            namespace, job.plan, result.scalars.unbind(), result.rows, tuple(job.inputs.valid.shape), segments
+            namespace,
+            job.plan,
+            described,
+            result.scalars.unbind(),
+            result.rows,
+            tuple(job.inputs.valid.shape),
+            segments,
         )
         return found._replace(coefficients=Saved(call.hyper, result.saved))  # type: ignore[arg-type]
 
@@ -386,8 +437,21 @@ def _scalar(upstream: torch.Tensor) -> torch.Tensor:
     return upstream if upstream.dtype == torch.float32 else upstream.to(torch.float32)
 
 
+@functools.lru_cache(maxsize=256)
+def _two_program(plan: Plan, setting: Any) -> Any:
+    from duohead_torch.compiled import compile_program
+    from duohead_torch.runner import Job
+
+    def run(logits: torch.Tensor, hyper: tuple[torch.Tensor, ...], inputs: Any) -> engine.Evaluation:
+        return evaluate_in_two(Job(plan, hyper, inputs), setting, logits)
+
+    return compile_program(run)
+
+
 def evaluate_in_two(job: Any, setting: Any, logits: torch.Tensor) -> engine.Evaluation:
-    """The read as a launch, then the seam as array code."""
+    """The read as a launch, then the seam as array code: on a GPU a compiled program."""
+    if logits.device.type == "cuda" and not torch.compiler.is_compiling():
+        return _two_program(job.plan, setting)(logits, job.hyper, job.inputs)
     found = engine.evaluate(
         namespace,
         job.plan,
@@ -400,7 +464,7 @@ def evaluate_in_two(job: Any, setting: Any, logits: torch.Tensor) -> engine.Eval
         setting.split_sequences,
         TritonSweeps(),
     )
-    rows = layout.saved_rows(job.plan, found.normalisers, found.coefficients)
+    rows = layout.saved_rows(facts_of(job.plan).saved, found.normalisers, found.coefficients)
     zero = torch.zeros_like(found.normalisers.softmax[0][0])
     saved = torch.stack([(row + zero).reshape(-1) for row in rows])
     return found._replace(normalisers=(), coefficients=Saved(hyper_vector(job.hyper), saved))  # type: ignore[arg-type]
@@ -435,3 +499,6 @@ def _finish(target: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None) 
     if out is not None and rows.numel() and rows.data_ptr() != out.data_ptr():
         out.copy_(rows.view(out.shape))
     return target
+
+
+from duohead_torch import triton_ops  # noqa: E402, F401  (registers the operators)

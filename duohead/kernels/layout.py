@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from duohead.engine import Evaluation
@@ -45,8 +46,8 @@ def saved_names(plan: Plan) -> tuple[str, ...]:
     return tuple(names)
 
 
-def saved_rows(plan: Plan, normalisers: Normalisers, coefficients: Coefficients) -> list[Array]:
-    """The arrays of ``saved_names``, from what the array code between two launches computes."""
+def saved_rows(names: Sequence[str], normalisers: Normalisers, coefficients: Coefficients) -> list[Array]:
+    """The arrays of these ``saved_names``, from what the array code between two launches computes."""
     found: dict[str, Array] = {}
     for i, (top, log_sum) in enumerate(normalisers.softmax):
         found[f"top{i}"], found[f"log_sum{i}"] = top, log_sum
@@ -58,7 +59,7 @@ def saved_rows(plan: Plan, normalisers: Normalisers, coefficients: Coefficients)
         found |= {f"C{j}": c, f"D{j}": d}
         for b, (weight, mean) in enumerate(coefficients.jsd[j]):
             found |= {f"J{j}_{b}": weight, f"R{j}_{b}": mean}
-    return [found[name] for name in saved_names(plan)]
+    return [found[name] for name in names]
 
 
 def normaliser_names(plan: Plan) -> tuple[str, ...]:
@@ -160,10 +161,9 @@ def scalar_count(plan: Plan) -> int:
 
 
 def evaluation(
-    xp: Any, plan: Plan, results: Any, rows: Array, shape: tuple[int, ...], num_segments: Array | None
+    xp: Any, plan: Plan, layout: Layout, results: Any, rows: Array, shape: tuple[int, ...], num_segments: Array | None
 ) -> Evaluation:
     """The fused kernel's result as an Evaluation: ``results`` are the scalars, ``rows [rows, T]`` its per-token rows."""
-    layout = layout_of(plan)
     first_metric = 1 + len(plan.losses)
     first_part = first_metric + len(layout.metrics)
     losses = {loss.name: results[1 + i] for i, loss in enumerate(plan.losses)}
