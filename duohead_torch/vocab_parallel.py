@@ -120,9 +120,7 @@ def _all_reduce(array: torch.Tensor, group: Group) -> torch.Tensor:
     )
 
 
-def _exchange(
-    rows: torch.Tensor, numbers: tuple[int, ...], group: Group | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _exchange(rows: torch.Tensor, numbers: tuple[int, ...], group: Group | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(every rank's rows ``[ranks, *rows]``, every rank's numbers ``[ranks, numbers]``) in one all-gather."""
     assert group is not None
     digits = [rows.new_full((1,), float(digit)) for number in numbers for digit in divmod(number, BASE)]
@@ -249,13 +247,17 @@ def find_layout(logits: Any, vocab_group: Any, vocab_start: int | None, vocab_si
     check_logits(logits, vocab_size)
     if is_dtensor(logits):
         if vocab_group is not None or vocab_start is not None:
-            raise ValueError("vocab_group, vocab_start: a DTensor of logits says itself how it is split; leave them out")
+            raise ValueError(
+                "vocab_group, vocab_start: a DTensor of logits says itself how it is split; leave them out"
+            )
         return _dtensor_layout(logits, vocab_size)
     group = find_group("vocab_group", vocab_group)
     width = logits.shape[-1]
     if group is None:
         if vocab_start is not None and (vocab_group is None or vocab_start != 0):
-            raise ValueError(f"vocab_start: needs vocab_group, a group over which the vocabulary is split, got {vocab_start}")
+            raise ValueError(
+                f"vocab_start: needs vocab_group, a group over which the vocabulary is split, got {vocab_start}"
+            )
         return Layout(None, 0, width if vocab_size is None else vocab_size)
     size = group.ranks * width if vocab_size is None else vocab_size
     if vocab_start is not None:
@@ -367,8 +369,8 @@ def _lengths(ids: torch.Tensor, num_segments: int | None) -> torch.Tensor:
 def combine_metrics(parts: Mapping[str, Part], group: Any = None) -> dict[str, torch.Tensor]:
     """The whole batch's metrics from every rank's ``aux.parts``, exactly, in one all-gather.
 
-    Sums, counts and weights add, minima and maxima are those of all ranks; one division at the end. ``group``: the ranks
-    that hold different tokens (data-parallel, or the sequence group), never the vocabulary's.
+    Sums, counts and weights add, minima and maxima are those of all ranks; one division at the end. ``group``: the
+    ranks that hold different tokens (data-parallel, or the sequence group), never the vocabulary's.
 
     >>> from duohead.metrics import Mean
     >>> float(combine_metrics({"m": Mean(torch.tensor(3.0), torch.tensor(2.0))})["m"])
