@@ -35,10 +35,11 @@ def start(rank: int, ranks: int, folder: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
+Outcome = tuple[int, list[dict[str, str]]]
+
+
 @pytest.fixture(scope="module", params=[2, 3, 4])
-def outcome(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[int, list[dict[str, str]]]:
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """What each rank found, check by check; every process has ended when this returns."""
     ranks = request.param
     folder = tmp_path_factory.mktemp(f"ranks{ranks}")
