@@ -19,7 +19,6 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 #: 2 to this is exactly 0, and times 0 it is 0: what −∞ is raised to before a product
 FLOOR = tl.constexpr(-10000.0)
 INFINITY = tl.constexpr(float("inf"))
-NAN = tl.constexpr(float("nan"))
 
 
 def interpreted() -> bool:
@@ -161,7 +160,6 @@ KERNEL_NAMES: dict[str, Any] = {
     "LOWEST": LOWEST,
     "FLOOR": FLOOR,
     "INFINITY": INFINITY,
-    "NAN": NAN,
     "exp2": exp2,
     "prefetch": prefetch,
     "tanh": tanh,

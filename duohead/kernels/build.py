@@ -204,7 +204,7 @@ def _reduce(layout: Layout, n: int, value: str) -> list[str]:
     # A maximum drops NaN: put it back.
     return [
         f"reduced{n} = tl.{op}({value}, 0)",
-        f"reduced{n} = tl.where(tl.max(({value} != {value}).to(tl.int32), 0) > 0, NAN, reduced{n})",
+        f"reduced{n} = tl.where(tl.max(({value} != {value}).to(tl.int32), 0) > 0, float('nan'), reduced{n})",
     ]
 
 

@@ -62,7 +62,7 @@ def store_partial_rows(plan: Plan) -> list[str]:
 def statistics(plan: Plan, has_labels: bool) -> list[str]:
     """The whole vocabulary's row → statistics and normalisers, as in ``duohead.statistics.finish``."""
     lines = []
-    log = "tl.where(bad, NAN, tl.log(s{i}))" if has_labels else "tl.log(s{i})"
+    log = "tl.where(bad, float('nan'), tl.log(s{i}))" if has_labels else "tl.log(s{i})"
     for i, softmax in enumerate(plan.softmaxes):
         lines += [
             f"top{i} = top * scale{i}",
