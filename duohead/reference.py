@@ -271,7 +271,7 @@ def _dpo_value(loss: Loss, h: float) -> tuple[float, float]:
     if loss_type == "sigmoid":
         return float(np.logaddexp(0.0, -h)), -_sigmoid(-h)
     if loss_type == "hinge":
-        return max(0.0, 1.0 - h), -1.0 if h < 1.0 else 0.0
+        return max(1.0 - h, 0.0), -1.0 if h < 1.0 else 0.0  # in this order a NaN stays
     if loss_type == "ipo":
         away = h / beta - 1.0 / (2.0 * beta)
         return away**2, 2.0 * away / beta
