@@ -23,7 +23,8 @@ def counted(record_property: Callable[[str, Any], None]) -> Iterator[dict[str, i
 
 def summary(reports: list[Any]) -> str | None:
     """The line for the end of a run; works with several workers, since properties travel with the reports."""
-    found = [value for report in reports for name, value in report.user_properties if name == PROPERTY]
+    found = [value for report in reports for name, value in getattr(report, "user_properties", ()) if name == PROPERTY]
     if not found:
         return None
-    return f"robustness: {sum(n for n, _ in found)} examples in {sum(s for _, s in found):.0f} s ({len(found)} tests)"
+    drawn, seconds = sum(n for n, _ in found), sum(s for _, s in found)
+    return f"robustness: {drawn} examples in {seconds:.0f} s ({len(found)} tests)"
