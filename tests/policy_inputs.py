@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from helpers import to_jax, to_torch
 
@@ -114,7 +115,13 @@ class Run(NamedTuple):
 
 
 def run(implementation: str, losses: Any, inputs: Mapping[str, Any], dtype: str = "float64", **more: Any) -> Run:
-    """``implementation`` is ``"torch eager"``, ``"jax xla"`` …; ``losses`` specs or plain configurations."""
+    """``implementation`` is ``"torch eager"``, ``"jax xla"`` …; ``losses`` specs or plain configurations.
+
+    ``"jax eager"`` is xla without jit: it runs operation by operation, and compiles none of the many small programs.
+    """
+    if implementation == "jax eager":
+        with jax.disable_jit():
+            return run("jax xla", losses, inputs, dtype, **more)
     framework, _, name = implementation.partition(" ")
     if isinstance(losses, Mapping) and all(isinstance(item, Mapping) for item in losses.values()):
         losses = HeadSpec.from_dict({"losses": losses})
