@@ -83,7 +83,7 @@ def _losses(description: str, item: Schema) -> Schema:
     return {
         "description": "Name → loss; none means plain cross-entropy, named `ce`.",
         "type": ["object", "null"],
-        "if": {"properties": {"type": {"type": "string"}}, "required": ["type"]},
+        "if": {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]},
         "then": {"$ref": f"#/$defs/type_{GROUP}"} if GROUP in item["properties"]["type"]["enum"] else False,
         "else": {
             "propertyNames": {"pattern": "^[^/]+$", "not": {"const": "head"}},

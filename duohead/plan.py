@@ -28,6 +28,7 @@ class Softmax(NamedTuple):
     logprob: bool
     entropy: bool
     mean_logprob: bool
+    is_top: bool = False
 
 
 class Teacher(NamedTuple):
@@ -137,7 +138,7 @@ class Plan(NamedTuple):
 
 _METRIC_STATISTICS = {
     "entropy": "entropy",
-    "accuracy": "logprob",
+    "accuracy": "is_top",
     "perplexity": "logprob",
     "mean_logprob": "logprob",
     "num_tokens": None,
@@ -212,6 +213,7 @@ class Planner:
             old.logprob or statistic in ("logprob", "is_top"),
             old.entropy or statistic == "entropy",
             old.mean_logprob or statistic == "mean_logprob",
+            old.is_top or statistic == "is_top",
         )
         return index
 

@@ -101,6 +101,12 @@ def _teachers(
     ]
 
 
+def _is_largest(xp: Any, logits: Array, inputs: Inputs, columns: Columns) -> Array:
+    """Where a row's logits are largest, before any arithmetic: contracted by a compiler, x·s − max(x·s) is not 0."""
+    raw = _real(xp, xp.cast(logits, xp.compute_dtype(logits)), inputs, columns)
+    return raw == xp.max_last(raw)[..., None]
+
+
 def _shifted(xp: Any, x: Array) -> tuple[Array, Array, Array]:
     """(row maximum, x − maximum, e^(x − maximum)); a row of −inf is taken relative to 0."""
     top = xp.max_last(x)
@@ -122,7 +128,10 @@ def read(
         found["sum", i] = xp.sum_last(weight)
         if plan.softmaxes[i].logprob:
             is_label = _column(xp, x, columns) == inputs.labels[..., None]  # type: ignore[index]
-            found["label", i] = xp.sum_last(xp.where(is_label, relative, 0.0))
+            at_label = relative
+            if plan.softmaxes[i].is_top:
+                at_label = xp.where(_is_largest(xp, logits, inputs, columns), 0.0, relative)
+            found["label", i] = xp.sum_last(xp.where(is_label, at_label, 0.0))
         if plan.softmaxes[i].entropy:
             found["weighted", i] = xp.sum_last(xp.where(weight > 0, weight * relative, 0.0))
         if plan.softmaxes[i].mean_logprob:
