@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from duohead_torch.runner import Setting, Written
 from duohead_torch.trees import flatten, rebuild, structure
@@ -32,6 +33,7 @@ class _Attach(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
         if ctx.overwrite and ctx.spent:
             raise RuntimeError(
@@ -39,11 +41,12 @@ class _Attach(torch.autograd.Function):
                 "them; call with overwrite_logits=False to use retain_graph"
             )
         logits, *saved = ctx.saved_tensors
+        logits = logits.detach()
         written = rebuild(ctx.shape, list(saved))
         out = None
         if ctx.overwrite:
             ctx.spent = True
-            out = logits.detach()
+            out = logits
         ready, ctx.gradient = ctx.gradient, None
         with torch.no_grad():
             if ready is not None:
