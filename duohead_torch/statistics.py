@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from duohead import checks, engine
 from duohead.fields import Number
+from duohead.foreign import JAX, refuse_foreign
 from duohead.statistics import Inputs
 from duohead.token_statistics import (
     StatisticsPlan,
@@ -54,6 +56,7 @@ class _TokenStatistics(torch.autograd.Function):
         return tuple(values)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:  # type: ignore[override]
         logits, *saved = ctx.saved_tensors
         hyper, inputs = rebuild(ctx.shape, list(saved[: ctx.count]))
@@ -98,6 +101,8 @@ def token_statistics(
     >>> round(float(found.entropy), 4)
     1.3863
     """
+    if not torch.compiler.is_compiling():
+        refuse_foreign(locals(), "a torch tensor", (*JAX, "numpy"))
     layout = find_layout(logits, vocab_group, vocab_start, vocab_size)
     for model, array in checks.by_name("teacher_logits", teacher_logits, ["teacher"]).items():
         check_same_layout(f"teacher_logits[{model!r}]", array, layout)
