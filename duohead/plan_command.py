@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,19 +22,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 where the configuration is refused (the reason goes to stderr)."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.schema:
-        print(json.dumps(schema(), indent=2, ensure_ascii=False))
-        return 0
-    if options.config is None:
+    if options.config is None and not options.schema:
         parser.error("config: name a YAML file, or ask for --schema")
     try:
+        _register(options.imports)
+        if options.schema:
+            print(json.dumps(schema(), indent=2, ensure_ascii=False))
+            return 0
         head = HeadSpec.from_yaml(Path(options.config))
         plan = head.plan(options.backend, options.device, vocab_size=options.vocab_size, dtype=options.dtype)
-    except (OSError, TypeError, ValueError) as error:
-        print(f"{options.config}: {error}", file=sys.stderr)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        print(f"{options.config or 'duohead-plan'}: {error}", file=sys.stderr)
         return REFUSED
     print(plan)
     return 0
+
+
+def _register(modules: Sequence[str]) -> None:
+    """Imports modules, of the working directory too, that register loss types."""
+    if modules:
+        sys.path.insert(0, os.getcwd())
+    for module in modules:
+        importlib.import_module(module)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -41,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", nargs="?", help="YAML (or JSON) file")
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of a configuration instead")
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="MODULE", help="registers own loss types"
+    )
     parser.add_argument("--backend", choices=BACKENDS, default="torch")
     parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--vocab-size", type=int, help="V, for the bytes per row (default: the configuration's)")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +211,38 @@ def test_the_command(capsys: Any) -> None:
     assert capsys.readouterr().out == f"{expected}\n"
     assert main(["--schema"]) == 0
     assert json.loads(capsys.readouterr().out) == schema()
+
+
+OWN = """
+import duohead
+
+def bounded(logprob, bound=3.0):
+    return bound - logprob, -1.0
+
+Bounded = duohead.token_loss(bounded, register="bounded")
+"""
+
+
+def test_the_commands_know_own_types(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    (tmp_path / "head.yaml").write_text("losses: {b: {type: bounded, bound: 2.0}}", encoding="utf-8")
+
+    def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", f"duohead.{module}", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    plan = run("plan_command", "head.yaml", "--import", "own", "--device", "cpu")
+    assert plan.returncode == 0, plan.stderr
+    assert "bounded" in plan.stdout
+    found = json.loads(run("plan_command", "--schema", "--import", "own").stdout)
+    assert found["$defs"]["type_bounded"]["properties"]["bound"]["default"] == 3.0
+    unknown = run("plan_command", "head.yaml")
+    assert unknown.returncode == 2
+    assert unknown.stderr.startswith("head.yaml: losses.b.type: got 'bounded'; ")
+    missing = run("plan_command", "head.yaml", "--import", "nowhere")
+    assert (missing.returncode, missing.stderr) == (2, "head.yaml: No module named 'nowhere'\n")
+    parity = run("parity", "head.yaml", "--import", "own", "--shape", "4,9", "--only", "torch eager")
+    assert parity.returncode == 0, parity.stdout + parity.stderr
 
 
 def test_the_command_refuses(tmp_path: Path, capsys: Any) -> None:

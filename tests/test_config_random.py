@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,3 +94,25 @@ def test_auto_and_compiled(index: int) -> None:
     assert_same(auto, expected, BOUND)
     assert_same(run_torch(head, inputs, "compiled"), expected, BOUND)
     assert np.isfinite(auto[1]).all()
+
+
+IN_THE_INTERPRETER = """
+from config_inputs import assert_same, inputs_for, run_torch
+from test_config_random import BOUND, drawn, read
+
+for config in drawn(6):
+    head = read(config)
+    inputs = inputs_for(head)
+    assert_same(run_torch(head, inputs, "triton"), run_torch(head, inputs, "eager"), BOUND)
+print("same")
+"""
+
+
+def test_triton() -> None:
+    """The kernel in Triton's interpreter, which must be on before triton is imported."""
+    pytest.importorskip("triton", "3.7.1", reason="older interpreters cannot run a range known at run time")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", IN_THE_INTERPRETER]
+    folder = Path(__file__).parent
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "same\n", done.stdout + done.stderr
