@@ -25,6 +25,8 @@ BACKENDS = ("torch", "jax")
 DEVICES = ("cpu", "cuda")
 #: what `compiled` is called in each backend
 COMPILED = {"torch": "compiled", "jax": "xla"}
+#: what the kernel needs beside the framework
+PACKAGES = {"torch": "triton", "jax": "jax-triton"}
 ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _OPTIONAL_INPUTS = (*INPUTS, "segment_ids", "preference_pairs")
 
@@ -185,7 +187,7 @@ def report(
             raise ValueError(f"{name}: got {value!r}{nearest(str(value), valid)}")
     size = head.vocab_size if vocab_size is None else vocab_size
     Rule("vocab_size", "", None, minimum=1, whole=True, optional=True).check(size, "")
-    implementation, why = choose(head, backend, device)
+    implementation, why = choose(head, backend, device, dtype)
     sets = [head.losses]
     if implementation == "per_loss":
         sets = [{name: loss} for name, loss in head.losses.items()]
@@ -207,21 +209,25 @@ def report(
     )
 
 
-def choose(head: HeadSpec, backend: str, device: str) -> tuple[str, str]:
-    """(implementation, why) of a head on a backend and a device."""
+def choose(head: HeadSpec, backend: str, device: str, dtype: str) -> tuple[str, str]:
+    """(implementation, why) of a head on a backend and a device, for logits of a dtype."""
     wanted, compiled = head.loss_implementation, COMPILED[backend]
     if wanted == "per_loss":
         return "per_loss", "loss_implementation is per_loss: each loss by itself"
     if wanted == "compiled":
         return compiled, "loss_implementation is compiled"
     if wanted == "triton":
+        if dtype == "float64":
+            raise ValueError("dtype: the kernel computes in float32, and loss_implementation is triton; got 'float64'")
         where = "" if device == "cuda" else "; on the CPU that is Triton's interpreter (TRITON_INTERPRET=1)"
         return "triton", f"loss_implementation is triton{where}"
     if device != "cuda":
         return compiled, "auto: no GPU"
+    if dtype == "float64":
+        return compiled, "auto: float64 logits, and the kernel computes in float32"
     for name, reason in why_not(head.losses).items():
         return compiled, f"auto: the kernel cannot take {name} ({head.losses[name].type}): {reason}"
-    return "triton", "auto: a GPU, and the kernel takes every loss"
+    return "triton", f"auto: a GPU, and the kernel takes every loss (where {PACKAGES[backend]} is installed)"
 
 
 def why_not(losses: Mapping[str, Loss]) -> dict[str, str]:

@@ -58,8 +58,20 @@ def test_the_heads_own_metrics_have_the_heads_scale() -> None:
 @pytest.mark.parametrize(
     ("wanted", "backend", "device", "implementation", "why"),
     [
-        ("auto", "torch", "cuda", "triton", "auto: a GPU, and the kernel takes every loss"),
-        ("auto", "jax", "cuda", "triton", "auto: a GPU, and the kernel takes every loss"),
+        (
+            "auto",
+            "torch",
+            "cuda",
+            "triton",
+            "auto: a GPU, and the kernel takes every loss (where triton is installed)",
+        ),
+        (
+            "auto",
+            "jax",
+            "cuda",
+            "triton",
+            "auto: a GPU, and the kernel takes every loss (where jax-triton is installed)",
+        ),
         ("auto", "torch", "cpu", "compiled", "auto: no GPU"),
         ("auto", "jax", "cpu", "xla", "auto: no GPU"),
         ("compiled", "torch", "cuda", "compiled", "loss_implementation is compiled"),
@@ -78,6 +90,26 @@ def test_the_heads_own_metrics_have_the_heads_scale() -> None:
 def test_which_implementation_and_why(wanted: str, backend: str, device: str, implementation: str, why: str) -> None:
     report = HeadSpec(loss_implementation=wanted).plan(backend, device)
     assert {(group.implementation, group.why) for group in report.groups} == {(implementation, why)}
+
+
+def test_float64_is_not_the_kernels() -> None:
+    group = HeadSpec().plan("torch", "cuda", dtype="float64").groups[0]
+    assert (group.implementation, group.why) == (
+        "compiled",
+        "auto: float64 logits, and the kernel computes in float32",
+    )
+    with pytest.raises(ValueError, match=r"^dtype: the kernel computes in float32, and loss_implementation is triton"):
+        HeadSpec(loss_implementation="triton").plan("torch", "cuda", dtype="float64")
+
+
+@pytest.mark.parametrize("wanted", ["auto", "compiled"])
+def test_the_adapter_picks_what_the_plan_says(wanted: str) -> None:
+    import torch
+
+    from duohead_torch.compiled import pick_runner
+
+    planned = HeadSpec(loss_implementation=wanted).plan("torch", "cpu", dtype="float32")
+    assert pick_runner(wanted, torch.zeros(2, 3), ()).name == planned.implementation
 
 
 def test_per_loss_is_a_group_and_a_pass_for_each() -> None:
@@ -156,7 +188,7 @@ group         scale  losses  implementation  statistics
 monolithic_0  0.5    ce, z   triton          lse, logprob
 monolithic_1  1      calm    triton          lse, entropy
 
-triton: auto: a GPU, and the kernel takes every loss
+triton: auto: a GPU, and the kernel takes every loss (where triton is installed)
 
 loss  type     group         weight  gradient  needs   uses where given
 ----  -------  ------------  ------  --------  ------  ----------------
