@@ -263,14 +263,14 @@ def test_compiled_programs_stay_few_as_numbers_and_sizes_change() -> None:
         inputs = to_torch(random_inputs(0, tokens, VOCAB), "float32")
         logits = inputs.pop("logits").requires_grad_()
         losses = {name: few_losses(f)[name] for name in ("ce", "kd")}
-        loss, aux = monolithic_loss(logits, losses, implementation=implementation, **inputs)
+        loss = monolithic_loss(logits, losses, implementation=implementation, **inputs).loss
         (2.0 * loss).backward()
         return loss, logits.grad
 
     for k, tokens in enumerate((8, 8, 12, 12, 9, 17, 31, 8)):
         with torch._dynamo.config.patch(error_on_recompile=k >= 3):
-            loss, gradient = run(1.0 + 0.01 * k, tokens, "compiled")
-        expected, expected_gradient = run(1.0 + 0.01 * k, tokens, "eager")
+            loss, gradient = run(1.1 + 0.01 * k, tokens, "compiled")
+        expected, expected_gradient = run(1.1 + 0.01 * k, tokens, "eager")
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
     # Evaluation and gradient, each once for the first size and once for any size.
@@ -283,9 +283,9 @@ def test_compiled_says_what_is_missing_and_auto_falls_back(monkeypatch: pytest.M
     logits, labels = torch.zeros(2, 4), torch.tensor([0, 1])
     with pytest.raises(RuntimeError, match=r"implementation='compiled' needs a C\+\+ compiler .*g\+\+ was not found"):
         monolithic_loss(logits, labels=labels, implementation="compiled")
-    with pytest.warns(RuntimeWarning, match="runs eagerly on the CPU") as warned:
-        monolithic_loss(logits, labels=labels)
-        monolithic_loss(logits, labels=labels)
-    assert len(warned) == 1
+    with pytest.warns(RuntimeWarning, match="runs eagerly on the CPU"):
+        loss = monolithic_loss(logits, labels=labels).loss
+    # Once: a second warning would be an error here.
+    torch.testing.assert_close(monolithic_loss(logits, labels=labels).loss, loss)
     assert graphs() == 0
     compiled._warn_eager.cache_clear()
