@@ -71,7 +71,7 @@ class Facts(NamedTuple):
 def facts_of(plan: Plan) -> Facts:
     """The facts of a plan; inside ``torch.compile`` constants of the graph, not traced."""
     if torch.compiler.is_compiling():
-        return Facts(*_constant_facts(plan_key(plan)))
+        return _constant_facts(plan_key(plan))  # read by attribute: not every torch can unpack such a constant
     return _facts(plan)
 
 
@@ -189,15 +189,19 @@ class _Launcher:
         made = self.launch.row_launch(
             kind, kernel, call.plan, self.width, item_size, self.unit, self.aligned, self.device, grid
         )
-        _start(made, self.values | values)
+        last_launch[kind] = _start(made, self.values | values)
 
 
-def _start(made: Any, values: dict[str, Any]) -> None:
+#: kind → the compiled kernel that was launched last, for benchmarks
+last_launch: dict[str, Any] = {}
+
+
+def _start(made: Any, values: dict[str, Any]) -> Any:
     from duohead.kernels.launch import arguments
 
     if made.grid == 0:
-        return
-    made.kernel.function[(made.grid,)](*arguments(made.kernel, values), **made.constants, num_warps=made.warps, enable_fp_fusion=True)
+        return None
+    return made.kernel.function[(made.grid,)](*arguments(made.kernel, values), **made.constants, num_warps=made.warps, enable_fp_fusion=True)
 
 
 def _flags(call: Call, **more: bool) -> Any:
@@ -467,7 +471,9 @@ def evaluate_in_two(job: Any, setting: Any, logits: torch.Tensor) -> engine.Eval
     rows = layout.saved_rows(facts_of(job.plan).saved, found.normalisers, found.coefficients)
     zero = torch.zeros_like(found.normalisers.softmax[0][0])
     saved = torch.stack([(row + zero).reshape(-1) for row in rows])
-    return found._replace(normalisers=(), coefficients=Saved(hyper_vector(job.hyper), saved))  # type: ignore[arg-type]
+    # Not _replace: torch 2.11 cannot return what that makes from a compiled program.
+    kept = Saved(hyper_vector(job.hyper), saved)
+    return engine.Evaluation(found.loss, found.aux, (), kept)  # type: ignore[arg-type]
 
 
 def _beforehand(job: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor | None], torch.Tensor | None]:
