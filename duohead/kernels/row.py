@@ -35,7 +35,7 @@ def partial_rows(plan: Plan) -> dict[tuple[str, int], str]:
     for i, _ in enumerate(plan.softmaxes):
         found["max", i] = f"tl.where(s{i} == 0.0, -INFINITY, top * scale{i})"
         found["sum", i] = f"s{i}"
-        found["label", i] = f"tl.where(owned, (label_logit - top) * scale{i}, 0.0)"
+        found["label", i] = f"tl.where(owned & (label_logit != top), (label_logit - top) * scale{i}, 0.0)"
         found["weighted", i] = f"h{i} * LN2"
         found["total", i] = f"total * scale{i}"
         found["count", i] = "count"
@@ -74,7 +74,8 @@ def statistics(plan: Plan, has_labels: bool) -> list[str]:
         ]
         if softmax.logprob:
             lines += [
-                f"at_label{i} = tl.where(owned, (label_logit - top) * scale{i}, 0.0)",
+                # Compared, not subtracted: contracted with the cap's product, the difference at the top is not 0.
+                f"at_label{i} = tl.where(owned & (label_logit != top), (label_logit - top) * scale{i}, 0.0)",
                 f"logprob{i} = at_label{i} - log_sum{i}",
                 f"is_top{i} = tl.where(at_label{i} == 0.0, 1.0, 0.0)",
             ]
