@@ -52,6 +52,10 @@ class Loss:
     """The fields that every loss has.
 
     Numbers may be Python numbers or scalar arrays; none of them is part of the compiled program.
+
+    >>> from duohead import ZLoss
+    >>> ZLoss(weight=1e-4, reduction="constant", denominator=4096.0).weight
+    0.0001
     """
 
     type: ClassVar[str] = ""
@@ -136,7 +140,16 @@ def on_declared(listener: Callable[[type[Loss]], None]) -> None:
 
 
 def register(type_name: str) -> Callable[[_AnyLoss], _AnyLoss]:
-    """Class decorator: makes a spec class the loss ``type_name`` of configurations."""
+    """Class decorator: makes a spec class the loss ``type_name`` of configurations.
+
+    Raises:
+        ValueError: the name is taken or no name at all.
+        TypeError: the decorators are in the wrong order.
+
+    >>> register("z_loss")(Loss)
+    Traceback (most recent call last):
+    ValueError: a loss type 'z_loss' is registered already: ZLoss
+    """
 
     def add(cls: _AnyLoss) -> _AnyLoss:
         if not isinstance(type_name, str) or not type_name or type_name == "monolithic":

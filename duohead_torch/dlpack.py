@@ -24,7 +24,7 @@ def from_jax(array: Any) -> torch.Tensor:
         ValueError: spread over several devices, donated or deleted, or on a device that this torch does not have.
 
     >>> import jax.numpy as jnp
-    >>> from_jax(jnp.arange(3.0))
+    >>> from_jax(jnp.arange(3, dtype=jnp.float32))
     tensor([0., 1., 2.])
     """
     jax = sys.modules.get("jax")
