@@ -94,10 +94,12 @@ def _write(plan: Plan, flags: Flags) -> list[str]:
 def fused(plan: Plan, flags: Flags) -> Kernel:
     """Everything in one launch: read, statistics, terms, fold and, where wanted, the write."""
     code = row.RowCode(plan)
-    terms = code.lines()
+    loads, terms, measures = code.lines()
     jsd = sweeps.sweep_jsd(plan) if plan.has_jsd else []
     body = [
         *_start(plan, flags, flags.gradient),
+        *loads,
+        *(["factor = tl.load(upstream)"] if flags.gradient else []),
         *_read(plan, flags),
         *row.statistics(plan, flags.labels),
         *jsd,
@@ -105,7 +107,8 @@ def fused(plan: Plan, flags: Flags) -> Kernel:
         *row.store_saved(plan),
     ]
     if flags.gradient:
-        body += ["factor = tl.load(upstream)", *_write(plan, flags)]
+        body += _write(plan, flags)
+    body += measures
     inputs = [
         *_inputs(plan, flags),
         *(f"token{n}" for n, _ in enumerate(plan.input_names)),
@@ -173,7 +176,8 @@ def write(plan: Plan, flags: Flags) -> Kernel:
     body = ["factor = tl.load(upstream)", *_rows_in_turn(each_row)]
     if flags.check:
         body = ["factor = tl.load(upstream)", "if factor != 1.0:", *indent(_rows_in_turn(each_row))]
-    inputs = [*_inputs(plan, flags), "saved", "upstream", *(["old"] if accumulate else [])]
+    # With check the gradient is there already: a launcher that hands out fresh outputs gives it as old.
+    inputs = [*_inputs(plan, flags), "saved", "upstream", *(["old"] if accumulate or flags.check else [])]
     return make_kernel("write", inputs, _scalars(plan, True), ["gradient"], CONSTANTS, body, KERNEL_NAMES)
 
 

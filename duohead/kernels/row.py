@@ -146,18 +146,30 @@ class RowCode:
         self.plan = plan
         self.functions: dict[str, Bound] = {}
         self.hyper: set[int] = set()
+        #: loads of what an earlier step counted
+        self.counts: list[str] = []
         self.cotangents: dict[tuple[Any, ...], str] = {}
 
-    def lines(self) -> list[str]:
-        """Terms, measures and fold; loads of the hyperparameters that they use come first."""
-        body = [*self._weights(), *self._losses(), *self._fold()]
+    def lines(self) -> tuple[list[str], list[str], list[str]]:
+        """(loads, terms and fold, measures).
+
+        The loads go before the read, which hides them: between the sweeps nothing else would. The measures go behind the
+        write, which need not wait for them.
+        """
+        body = ["one = tl.full((), 1.0, tl.float32)", *self._weights(), *self._losses(), *self._fold()]
+        before_measures = set(self.hyper)
         measures = self._measures()
-        loads = [f"hyper{slot} = tl.load(hyper + {slot})" for slot in sorted(self.hyper)]
+        late = [self._load(slot) for slot in sorted(self.hyper - before_measures)]
         inputs = [
             f"token{n}_row = tl.load(token{n} + row, mask=valid_row, other=0.0).to(tl.float32)"
             for n, _ in enumerate(self.plan.input_names)
         ]
-        return ["one = tl.full((), 1.0, tl.float32)", *loads, *inputs, *body, *measures]
+        early = [self._load(slot) for slot in sorted(before_measures)]
+        return [*early, *inputs, *self.counts], body, [*late, *measures]
+
+    @staticmethod
+    def _load(slot: int) -> str:
+        return f"hyper{slot} = tl.load(hyper + {slot})"
 
     def _call(self, item: Bound) -> str:
         for name, known in self.functions.items():
@@ -180,19 +192,21 @@ class RowCode:
             return f"token{operand.index}_row"
         return statistic_name(statistic_key(operand), self.plan)
 
+    def _count(self, name: str) -> str:
+        self.counts.append(f"{name}_here = tl.load({name})")
+        return f"{name}_here"
+
     # --- weights ---
 
     def _weights(self) -> list[str]:
         plan, lines = self.plan, []
         if any(loss.reduction == "token_mean" for loss in plan.losses):
-            tokens = self._slot(plan.num_tokens) if plan.num_tokens >= 0 else "tl.load(valid_count)"
+            tokens = self._slot(plan.num_tokens) if plan.num_tokens >= 0 else self._count("valid_count")
             lines.append(f"by_tokens = inverse({tokens})")
         if any(loss.reduction in SEQUENCE_REDUCTIONS for loss in plan.losses):
-            sequences = self._slot(plan.num_sequences) if plan.num_sequences >= 0 else "tl.load(sequence_count)"
-            lines += [
-                f"by_sequences = inverse({sequences})",
-                "length = tl.load(lengths + row, mask=valid_row, other=0.0)",
-            ]
+            sequences = self._slot(plan.num_sequences) if plan.num_sequences >= 0 else self._count("sequence_count")
+            lines.append(f"by_sequences = inverse({sequences})")
+            self.counts.append("length = tl.load(lengths + row, mask=valid_row, other=0.0)")
         return lines
 
     def _weight(self, loss: PlannedLoss) -> str:
