@@ -18,7 +18,7 @@ from duohead.seam import Aux
 from duohead.spec import HeadSpec
 from duohead.token_statistics import TokenStatistics, plan_statistics
 from duohead_jax import pytrees as _pytrees  # noqa: F401  (makes the specs pytrees)
-from duohead_jax import xla
+from duohead_jax import triton, xla
 from duohead_jax.sharding import Axes
 from duohead_jax.xla import Arrays, Static
 
@@ -88,8 +88,8 @@ def monolithic_loss(
     >>> grad[1].tolist()
     [0.0, 0.0, 0.0, 0.0]
     """
-    static, passes = _prepare(locals())
-    return Result(*xla.loss(static, logits, passes))
+    static, passes, backend = _prepare(locals())
+    return Result(*backend.loss(static, logits, passes))
 
 
 def monolithic_loss_and_grad(
@@ -141,9 +141,9 @@ def monolithic_loss_and_grad(
     arguments = dict(locals())
     for name in ("grad_scale", "out", "accumulate"):
         arguments.pop(name)
-    static, passes = _prepare(arguments)
+    static, passes, backend = _prepare(arguments)
     scale = xla.hyper_vector([grad_scale], logits)[0]
-    (loss, aux), gradient = xla.loss_and_grad(static, accumulate, logits, passes, scale, out)
+    (loss, aux), gradient = backend.loss_and_grad(static, accumulate, logits, passes, scale, out)
     return ResultAndGrad(Result(loss, aux), gradient)
 
 
@@ -175,6 +175,7 @@ def token_statistics(
     refuse_foreign(locals(), "a JAX array", TORCH)
     checks.check_logits(logits, vocab_size)
     axes = Axes(vocab_axis, None)
+    axes.check()
     size, padded = _vocabulary(logits, vocab_size, axes)
     if labels is not None:
         checks.check_tokens("labels", labels, logits, integer=True)
@@ -229,6 +230,10 @@ def _vocabulary(logits: jax.Array, vocab_size: int | None, axes: Axes) -> tuple[
         columns = logits.shape[-1]
     else:
         columns = logits.shape[-1] * jax.lax.axis_size(axes.vocab)
+        if columns < 1 or (vocab_size is not None and vocab_size > columns):
+            raise ValueError(
+                f"vocab_size: the shards of vocab_axis {axes.vocab!r} hold {columns} columns in all, got {vocab_size}"
+            )
     size = columns if vocab_size is None else vocab_size
     return size, size < columns
 
@@ -240,16 +245,16 @@ def _valid(labels: jax.Array | None, mask: jax.Array | None, logits: jax.Array) 
     return labels >= 0 if mask is None else (labels >= 0) & mask
 
 
-def _prepare(arguments: dict[str, Any]) -> tuple[Static, tuple[Arrays, ...]]:
-    """Checks a call's arguments and makes its passes."""
+def _prepare(arguments: dict[str, Any]) -> tuple[Static, tuple[Arrays, ...], Any]:
+    """Checks a call's arguments and makes its passes; with them the module that runs them, ``xla`` or ``triton``."""
     refuse_foreign(arguments, "a JAX array", TORCH)
     logits = arguments.pop("logits")
     axes = Axes(arguments.pop("vocab_axis"), arguments.pop("sequence_axis"))
+    axes.check()
     validate = arguments.pop("validate")
     if arguments["implementation"] not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: got {arguments['implementation']!r}; valid: {', '.join(IMPLEMENTATIONS)}")
-    ranks = 1 if axes.sequence is None else jax.lax.axis_size(axes.sequence)
-    checked = check_arguments(logits, **arguments, sequence_ranks=ranks)
+    checked = check_arguments(logits, **arguments, sequence_ranks=axes.sequence_ranks)
     size, padded = _vocabulary(logits, checked.vocab_size, axes)
     arrays = (checked.labels, checked.mask, checked.segment_ids, checked.preference_pairs)
     traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
@@ -260,7 +265,8 @@ def _prepare(arguments: dict[str, Any]) -> tuple[Static, tuple[Arrays, ...]]:
     valid = _valid(checked.labels, checked.mask, logits)
     passes = make_passes(checked, remember=True)
     stopped = jax.lax.stop_gradient
-    return Static(tuple(item.plan for item in passes), size, padded, checked.num_segments, axes), tuple(
+    static = Static(tuple(item.plan for item in passes), size, padded, checked.num_segments, axes)
+    arrays_of_passes = tuple(
         Arrays(
             xla.hyper_vector(item.hyper, logits),
             checked.labels,
@@ -272,3 +278,5 @@ def _prepare(arguments: dict[str, Any]) -> tuple[Static, tuple[Arrays, ...]]:
         )
         for item in passes
     )
+    backend = triton if triton.takes(checked.implementation, static, logits) else xla
+    return static, arrays_of_passes, backend

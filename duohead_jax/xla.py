@@ -38,7 +38,8 @@ class Static(NamedTuple):
     axes: Axes
 
 
-def _inputs(arrays: Arrays, num_segments: int) -> Inputs:
+def inputs_of(arrays: Arrays, num_segments: int) -> Inputs:
+    """A pass's arrays as the engine takes them."""
     return Inputs(
         arrays.labels,
         arrays.valid,
@@ -50,19 +51,20 @@ def _inputs(arrays: Arrays, num_segments: int) -> Inputs:
     )
 
 
-def _columns(static: Static, logits: jax.Array) -> Columns:
+def columns_of(static: Static, logits: jax.Array) -> Columns:
+    """Which columns of the vocabulary the logits hold."""
     return Columns(static.axes.start(logits.shape[-1]), static.size, static.padded)
 
 
 def _evaluate(static: Static, logits: jax.Array, passes: tuple[Arrays, ...]) -> list[engine.Evaluation]:
-    columns = _columns(static, logits)
+    columns = columns_of(static, logits)
     return [
         engine.evaluate(
             namespace,
             plan,
             arrays.hyper,
             logits,
-            _inputs(arrays, static.num_segments),
+            inputs_of(arrays, static.num_segments),
             columns,
             static.axes,
             static.axes.vocab is not None,
@@ -76,7 +78,7 @@ def _gradient(
     static: Static, logits: jax.Array, passes: tuple[Arrays, ...], saved: tuple[Any, ...], upstream: jax.Array
 ) -> jax.Array:
     """The combined gradient in the compute dtype."""
-    columns = _columns(static, logits)
+    columns = columns_of(static, logits)
     total = None
     for plan, arrays, (normalisers, coefficients) in zip(static.plans, passes, saved, strict=True):
         part = engine.gradient(
@@ -84,7 +86,7 @@ def _gradient(
             plan,
             arrays.hyper,
             logits,
-            _inputs(arrays, static.num_segments),
+            inputs_of(arrays, static.num_segments),
             columns,
             normalisers,
             coefficients,
@@ -95,7 +97,8 @@ def _gradient(
     return total
 
 
-def _joined(evaluations: list[engine.Evaluation]) -> tuple[jax.Array, Any]:
+def joined(evaluations: list[engine.Evaluation]) -> tuple[jax.Array, Any]:
+    """Total loss and aux of all passes."""
     loss = evaluations[0].loss
     for evaluation in evaluations[1:]:
         loss = loss + evaluation.loss
@@ -104,13 +107,13 @@ def _joined(evaluations: list[engine.Evaluation]) -> tuple[jax.Array, Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(static: Static, logits: jax.Array, passes: tuple[Arrays, ...]) -> tuple[jax.Array, Any]:
-    return _joined(_evaluate(static, logits, passes))
+    return joined(_evaluate(static, logits, passes))
 
 
 def _loss_forward(static: Static, logits: jax.Array, passes: tuple[Arrays, ...]) -> Any:
     evaluations = _evaluate(static, logits, passes)
     saved = tuple((evaluation.normalisers, evaluation.coefficients) for evaluation in evaluations)
-    return _joined(evaluations), (logits, passes, saved)
+    return joined(evaluations), (logits, passes, saved)
 
 
 def _loss_backward(static: Static, residuals: Any, cotangents: Any) -> Any:
@@ -139,7 +142,7 @@ def loss_and_grad(
     gradient = _gradient(static, logits, passes, saved, grad_scale)
     if out is not None and accumulate:
         gradient = gradient + out
-    return _joined(evaluations), gradient.astype(logits.dtype if out is None else out.dtype)
+    return joined(evaluations), gradient.astype(logits.dtype if out is None else out.dtype)
 
 
 class StatisticsStatic(NamedTuple):
@@ -158,7 +161,7 @@ def _statistics_call(static: StatisticsStatic, logits: jax.Array, arrays: Arrays
         static.wanted,
         arrays.hyper,
         logits,
-        _inputs(arrays, 0),
+        inputs_of(arrays, 0),
         columns,
         static.axes,
         static.axes.vocab is not None,
@@ -179,7 +182,7 @@ def _statistics_forward(static: StatisticsStatic, logits: jax.Array, arrays: Arr
 def _statistics_backward(static: StatisticsStatic, residuals: Any, cotangents: Any) -> Any:
     logits, arrays, keyed, normalisers = residuals
     columns = Columns(static.axes.start(logits.shape[-1]), static.size, static.padded)
-    inputs = _inputs(arrays, 0)
+    inputs = inputs_of(arrays, 0)
     coefficients = fold_statistics(
         namespace, static.wanted, arrays.hyper, keyed.as_dict(), inputs, columns, cotangents
     )

@@ -1,0 +1,423 @@
+"""The kernels of ``duohead.kernels``, launched from JAX through jax-triton (optional), inside a ``custom_vjp``."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from duohead import engine
+from duohead.kernels import layout
+from duohead.kernels.eligible import is_fused, plan_fault
+from duohead.plan import Plan
+from duohead.seam import before
+from duohead.statistics import Columns, Inputs, Normalisers, rows_of
+from duohead_jax import namespace
+from duohead_jax.xla import Arrays, Static, columns_of, inputs_of, joined
+
+GPU_BACKENDS = ("gpu", "cuda")
+
+
+def fault(static: Static, logits: jax.Array) -> str | None:
+    """Why the kernels cannot run this call, or None."""
+    if importlib.util.find_spec("jax_triton") is None:
+        return "jax-triton is not installed: pip install duohead[jax-triton]"
+    if jax.default_backend() not in GPU_BACKENDS:
+        return f"it needs a CUDA device, JAX runs on {jax.default_backend()}"
+    if logits.dtype == jnp.float64:
+        return "float64 logits: the kernel computes in float32; use 'xla'"
+    if static.axes.vocab is not None or static.axes.sequence is not None:
+        return "vocab_axis and sequence_axis: in JAX the kernel takes whole rows and sequences; use 'xla'"
+    for plan in static.plans:
+        found = plan_fault(plan)
+        if found is not None:
+            return f"the loss {found[0]!r}: {found[1]}"
+    return None
+
+
+def takes(implementation: str, static: Static, logits: jax.Array) -> bool:
+    """Whether a call runs through the kernels: ``auto`` where it can.
+
+    Raises:
+        RuntimeError: ``triton`` was asked for and cannot run; the message says why and what to do.
+    """
+    if implementation not in ("auto", "triton"):
+        return False
+    reason = fault(static, logits)
+    if reason is not None and implementation == "triton":
+        raise RuntimeError(f"implementation='triton' cannot run: {reason}")
+    return reason is None
+
+
+class Call(NamedTuple):
+    """One pass as the kernels see it: rows in two dimensions, tokens in one."""
+
+    logits: jax.Array
+    valid: jax.Array
+    labels: jax.Array | None
+    teachers: tuple[jax.Array, ...]
+    hyper: jax.Array
+
+
+class Shape(NamedTuple):
+    """What a launch depends on beside the plan, static."""
+
+    plan: Plan
+    rows: int
+    width: int
+    size: int
+    padded: bool
+    labels: bool
+
+
+def make_call(logits: jax.Array, hyper: jax.Array, inputs: Inputs) -> Call:
+    """A pass's arrays in the form that the kernels take."""
+    width = logits.shape[-1]
+    labels = None if inputs.labels is None else inputs.labels.reshape(-1)
+    teachers = tuple(array.reshape(-1, width) for array in inputs.teachers)
+    return Call(logits.reshape(-1, width), inputs.valid.reshape(-1), labels, teachers, hyper)
+
+
+def _shape(plan: Plan, call: Call, columns: Columns) -> Shape:
+    rows, width = call.logits.shape
+    return Shape(plan, rows, width, columns.size, columns.padded, call.labels is not None)
+
+
+def start(
+    made: Any, values: Mapping[str, Any], outputs: Mapping[str, Any], aliases: Mapping[str, str] | None = None
+) -> dict[str, jax.Array]:
+    """One launch; ``aliases`` names the input whose memory an output takes over."""
+    kernel = made.kernel
+    if made.grid == 0:
+        return {name: jnp.zeros(outputs[name].shape, outputs[name].dtype) for name in kernel.outputs}
+    import jax_triton
+
+    taken = {
+        kernel.inputs.index(source): kernel.outputs.index(target) for source, target in (aliases or {}).items()
+    }
+    found = jax_triton.triton_call(
+        *(values[name] for name in (*kernel.inputs, *kernel.scalars)),
+        kernel=kernel.function,
+        out_shape=[outputs[name] for name in kernel.outputs],
+        grid=made.grid,
+        num_warps=made.warps,
+        input_output_aliases=taken,
+        **made.constants,
+    )
+    return dict(zip(kernel.outputs, found, strict=True))
+
+
+@functools.cache
+def _device() -> Any:
+    from duohead.kernels.launch import Device
+
+    device = jax.devices()[0]
+    major, _, minor = str(getattr(device, "compute_capability", "0.0")).partition(".")
+    return Device(10 * int(major) + int(minor or 0), int(getattr(device, "core_count", 1)))
+
+
+def _float(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+class _Launcher:
+    """Launches the row kernels of one call; rows are contiguous in JAX."""
+
+    def __init__(self, shape: Shape, call: Call, gradient: Any = None) -> None:
+        from duohead.kernels import launch, sweeps
+
+        self.shape, self.call, self.launch, self.gradient = shape, call, launch, gradient
+        arrays = {f"teacher{a}": call.teachers[a] for a in sweeps.teacher_arrays(shape.plan)}
+        strides = dict.fromkeys(("logits", *arrays, "gradient"), shape.width)
+        self.unit = launch.unit_of(shape.width, strides)
+        self.values: dict[str, Any] = {
+            "logits": call.logits,
+            "valid": call.valid,
+            "labels": call.labels,
+            "hyper": call.hyper,
+            **arrays,
+            **launch.row_scalars(shape.rows, shape.width, shape.size, strides, self.unit),
+        }
+
+    def run(
+        self,
+        kind: str,
+        kernel: Any,
+        outputs: dict[str, Any],
+        programs: int | None = None,
+        aliases: Mapping[str, str] | None = None,
+        **values: Any,
+    ) -> dict[str, jax.Array]:
+        """Launches a kernel over the rows, or over fewer programs."""
+        shape = self.shape
+        made = self.launch.row_launch(
+            kind,
+            kernel,
+            shape.plan,
+            shape.width,
+            self.call.logits.dtype.itemsize,
+            self.unit,
+            True,
+            _device(),
+            shape.rows if programs is None else programs,
+        )
+        if self.gradient is not None:
+            outputs = outputs | {"gradient": jax.ShapeDtypeStruct((shape.rows, shape.width), self.gradient)}
+        return start(made, self.values | values, outputs, aliases)
+
+
+def _flags(shape: Shape, **more: bool) -> Any:
+    from duohead.kernels.build import Flags
+
+    return Flags(shape.labels, shape.padded, False, **more)
+
+
+def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A launch under ``vmap``: one launch after the other, for a kernel has no batching rule."""
+    return jax.custom_batching.sequential_vmap(function)
+
+
+def statistics(shape: Shape, call: Call) -> jax.Array:
+    """The partial rows ``[rows_of(plan), T]``: one launch."""
+    from duohead.kernels import build
+
+    kernel = build.statistics(shape.plan, _flags(shape, gradient=False))
+    outputs = {"rows": _float(len(rows_of(shape.plan)), shape.rows)}
+    return in_turn(lambda call: _Launcher(shape, call).run("statistics", kernel, outputs)["rows"])(call)
+
+
+def jsd(shape: Shape, call: Call, saved: jax.Array) -> jax.Array:
+    """The JSD's rows: one launch."""
+    from duohead.kernels import build, sweeps
+
+    kernel = build.jsd(shape.plan, _flags(shape, gradient=False))
+    outputs = {"rows": _float(len(sweeps.jsd_sums(shape.plan)), shape.rows)}
+
+    def launch(call: Call, saved: jax.Array) -> jax.Array:
+        return _Launcher(shape, call).run("jsd", kernel, outputs, saved=saved)["rows"]
+
+    return in_turn(launch)(call, saved)
+
+
+def write(
+    shape: Shape,
+    call: Call,
+    saved: jax.Array,
+    upstream: jax.Array,
+    dtype: Any,
+    old: jax.Array | None = None,
+    accumulate: bool = False,
+) -> jax.Array:
+    """The gradient ``[T, V]``. ``old``, whose memory it takes, is added to or, without ``accumulate``, kept where
+    upstream is 1."""
+    from duohead.kernels import build
+    from duohead.kernels import launch as launches
+
+    check = old is not None and not accumulate
+    kernel = build.write(shape.plan, _flags(shape, accumulate=accumulate, check=check))
+    programs = launches.check_programs(shape.rows, _device()) if check else None
+    aliases = None if old is None else {"old": "gradient"}
+
+    def launch(call: Call, saved: jax.Array, upstream: jax.Array, old: jax.Array | None) -> jax.Array:
+        launcher = _Launcher(shape, call, dtype)
+        values = {"saved": saved, "upstream": upstream, "old": old}
+        return launcher.run("write", kernel, {}, programs, aliases, **values)["gradient"]
+
+    return in_turn(launch)(call, saved, upstream, old)
+
+
+class Fused(NamedTuple):
+    """What one fused launch gives."""
+
+    scalars: jax.Array
+    rows: jax.Array
+    saved: jax.Array
+    gradient: jax.Array | None
+
+
+def fused(
+    shape: Shape,
+    call: Call,
+    extras: dict[str, Any],
+    upstream: jax.Array | None,
+    dtype: Any,
+    old: jax.Array | None,
+) -> Fused:
+    """Losses, metrics and (with an upstream) the gradient: one launch over the vocabulary, three small ones."""
+    from duohead.kernels import build
+    from duohead.kernels import launch as launches
+
+    plan, count = shape.plan, shape.rows
+    described = layout.layout_of(plan)
+    flags = _flags(shape, gradient=upstream is not None, accumulate=old is not None)
+    outputs = {"rows": _float(len(described.rows), count), "saved": _float(len(layout.saved_names(plan)), count)}
+    chunks = launches.chunks_of(count)
+
+    def launch(call: Call, extras: dict[str, Any], upstream: jax.Array | None, old: jax.Array | None) -> Fused:
+        values = dict(extras)
+        if "valid_count" in build.extra_inputs(plan):
+            counting = launches.count_launch(build.count_valid())
+            given = {"valid": call.valid, "count_rows": count}
+            values["valid_count"] = start(counting, given, {"valid_count": _float(1)})["valid_count"]
+        launcher = _Launcher(shape, call, None if upstream is None else dtype)
+        aliases = None if old is None else {"old": "gradient"}
+        kernel = build.fused(plan, flags)
+        found = launcher.run("fused", kernel, outputs, None, aliases, upstream=upstream, old=old, **values)
+        values = {"valid": call.valid, "rows": found["rows"], "count_rows": count, "chunks": chunks, "hyper": call.hyper}
+        partial = launches.partial_launch(build.partial(plan), count)
+        values |= start(partial, values, {"partials": _float(len(described.reductions), chunks)})
+        results = start(
+            launches.results_launch(build.results(plan)), values, {"scalars": _float(layout.scalar_count(plan))}
+        )
+        return Fused(results["scalars"], found["rows"], found["saved"], found.get("gradient"))
+
+    return in_turn(launch)(call, extras, upstream, old)
+
+
+class TritonSweeps:
+    """The engine's reads as launches: between them and the write the seam is array code."""
+
+    def read(
+        self, xp: Any, plan: Plan, hyper: Any, logits: jax.Array, inputs: Inputs, columns: Columns
+    ) -> list[jax.Array]:
+        """The partial rows, in the tokens' shape."""
+        call = make_call(logits, hyper, inputs)
+        return [row.reshape(inputs.valid.shape) for row in statistics(_shape(plan, call, columns), call)]
+
+    def read_jsd(
+        self,
+        xp: Any,
+        plan: Plan,
+        hyper: Any,
+        logits: jax.Array,
+        inputs: Inputs,
+        columns: Columns,
+        normalisers: Normalisers,
+    ) -> list[jax.Array]:
+        """The JSD's rows, in the tokens' shape."""
+        pairs = [*normalisers.softmax, *normalisers.teacher]
+        saved = jnp.stack([array.reshape(-1) for pair in pairs for array in pair])
+        call = make_call(logits, hyper, inputs)
+        return [row.reshape(inputs.valid.shape) for row in jsd(_shape(plan, call, columns), call, saved)]
+
+
+class Done(NamedTuple):
+    """A pass that has run: its evaluation, the write's rows, and the gradient where the launch wrote it."""
+
+    evaluation: engine.Evaluation
+    saved: jax.Array
+    gradient: jax.Array | None
+
+
+def _run(
+    static: Static,
+    plan: Plan,
+    arrays: Arrays,
+    logits: jax.Array,
+    upstream: jax.Array | None = None,
+    dtype: Any = None,
+    old: jax.Array | None = None,
+) -> Done:
+    """One pass; with an upstream also its gradient, where one launch does everything."""
+    columns, inputs = columns_of(static, logits), inputs_of(arrays, static.num_segments)
+    if not is_fused(plan):
+        return _run_in_two(static, plan, arrays, logits, columns, inputs)
+    call = make_call(logits, arrays.hyper, inputs)
+    tokens, extras, segments = _beforehand(plan, arrays.hyper, inputs)
+    extras |= {f"token{n}": array for n, array in enumerate(tokens)}
+    result = fused(_shape(plan, call, columns), call, extras, upstream, dtype, old)
+    scalars = [result.scalars[n] for n in range(layout.scalar_count(plan))]
+    evaluation = layout.evaluation(
+        namespace, plan, layout.layout_of(plan), scalars, result.rows, inputs.valid.shape, segments
+    )
+    return Done(evaluation, result.saved, result.gradient)
+
+
+def _run_in_two(
+    static: Static, plan: Plan, arrays: Arrays, logits: jax.Array, columns: Columns, inputs: Inputs
+) -> Done:
+    found = engine.evaluate(
+        namespace, plan, arrays.hyper, logits, inputs, columns, static.axes, False, False, TritonSweeps()
+    )
+    rows = layout.saved_rows(layout.saved_names(plan), found.normalisers, found.coefficients)
+    zero = jnp.zeros(inputs.valid.size, jnp.float32)
+    return Done(found, jnp.stack([jnp.reshape(jnp.broadcast_to(row, inputs.valid.shape), -1) + zero for row in rows]), None)
+
+
+def _beforehand(plan: Plan, hyper: jax.Array, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any], Any]:
+    """Token inputs as vectors; sequence lengths and counts where a reduction or a metric needs them."""
+    per_segment = any(array.shape != inputs.valid.shape for array in inputs.tokens)
+    counted = any("num_segments" in loss.counts for loss in plan.losses)
+    if not (per_segment or plan.needs_segments or counted):
+        return [array.reshape(-1) for array in inputs.tokens], {}, None
+    found = before(namespace, plan, hyper, inputs)
+    extras = {}
+    if found.lengths is not None:
+        extras = {"lengths": found.lengths.reshape(-1), "sequence_count": found.sequence_count}
+    return [array.reshape(-1) for array in found.tokens], extras, found.num_segments
+
+
+def _written(
+    static: Static,
+    plan: Plan,
+    arrays: Arrays,
+    logits: jax.Array,
+    saved: jax.Array,
+    upstream: jax.Array,
+    dtype: Any,
+    old: jax.Array | None = None,
+    accumulate: bool = False,
+) -> jax.Array:
+    call = make_call(logits, arrays.hyper, inputs_of(arrays, static.num_segments))
+    shape = _shape(plan, call, columns_of(static, logits))
+    rows = None if old is None else old.reshape(-1, logits.shape[-1])
+    return write(shape, call, saved, upstream.astype(jnp.float32), dtype, rows, accumulate).reshape(logits.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(static: Static, logits: jax.Array, passes: tuple[Arrays, ...]) -> tuple[jax.Array, Any]:
+    done = [_run(static, plan, arrays, logits) for plan, arrays in zip(static.plans, passes, strict=True)]
+    return joined([item.evaluation for item in done])
+
+
+def _loss_forward(static: Static, logits: jax.Array, passes: tuple[Arrays, ...]) -> Any:
+    (plan,), (arrays,) = static.plans, passes
+    done = _run(static, plan, arrays, logits, jnp.ones((), jnp.float32), logits.dtype)
+    return joined([done.evaluation]), (logits, passes, done.saved, done.gradient)
+
+
+def _loss_backward(static: Static, residuals: Any, cotangents: Any) -> Any:
+    logits, (arrays,), saved, gradient = residuals
+    (plan,) = static.plans
+    return _written(static, plan, arrays, logits, saved, cotangents[0], logits.dtype, gradient), None
+
+
+_loss.defvjp(_loss_forward, _loss_backward)
+
+loss = jax.jit(_loss, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def loss_and_grad(
+    static: Static,
+    accumulate: bool,
+    logits: jax.Array,
+    passes: tuple[Arrays, ...],
+    grad_scale: jax.Array,
+    out: jax.Array | None,
+) -> tuple[tuple[jax.Array, Any], jax.Array]:
+    """Loss, aux and the gradient in the logits' (or ``out``'s) dtype, rounded once."""
+    (plan,), (arrays,) = static.plans, passes
+    dtype = logits.dtype if out is None else out.dtype
+    old = out if accumulate else None
+    rows = None if old is None else old.reshape(-1, logits.shape[-1])
+    done = _run(static, plan, arrays, logits, grad_scale.astype(jnp.float32), dtype, rows)
+    if done.gradient is None:
+        gradient = _written(static, plan, arrays, logits, done.saved, grad_scale, dtype, old, accumulate)
+    else:
+        gradient = done.gradient.reshape(logits.shape)
+    return joined([done.evaluation]), gradient
