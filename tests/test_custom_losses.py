@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ import duohead_jax
 import duohead_torch
 from duohead import DPO, GRPO, GSPO, KTO, Distillation, HeadSpec, pair_loss, sequence_loss, token_loss
 from duohead.fields import number
+from duohead.loss import LOSS_TYPES
 from duohead.namespace import exp, log, maximum, minimum, where
 from duohead.terms.policy import grpo_clip, gspo_clip
 
@@ -395,3 +398,27 @@ def test_refused_when_called(inputs: dict[str, Any]) -> None:
         call({"it": smooth()}, segment_ids=None)
     with pytest.raises(ValueError, match=r"labels: loss 'it' \(focal_of_tests\) needs them"):
         call({"it": focal()}, labels=None)
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+
+def test_the_page_on_losses_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of docs/custom_losses.md runs, in order, and its derivatives are the values' own."""
+    text = (Path(__file__).parent.parent / "docs" / "custom_losses.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 5
+    monkeypatch.setattr("duohead.loss.LOSS_TYPES", dict(LOSS_TYPES))  # what is registered here stays here
+    page: dict[str, Any] = {"__name__": "custom_losses_page"}
+    torch.manual_seed(0)
+    exec("\n".join(blocks), page)
+    assert np.isfinite(float(page["loss"].detach()))
+    for name, operands in (("focal", (-0.7, 1.5)), ("margin", (-1.0, -1.4, 1.0)), ("margin", (-1.0, -3.0, 1.0))):
+        term = page[name].term
+        _, *slopes = term.bound["numpy"](*map(np.float64, operands))
+        for position, slope in enumerate(slopes):
+            moved = [list(map(np.float64, operands)) for _ in range(2)]
+            moved[0][position] += 1e-6
+            moved[1][position] -= 1e-6
+            higher, lower = (term.bound["numpy"](*one)[0] for one in moved)
+            assert slope == pytest.approx((higher - lower) / 2e-6, abs=1e-8)
