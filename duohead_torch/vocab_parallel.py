@@ -7,7 +7,7 @@ differ between ranks is decided from the gathered headers, so every rank decides
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -189,7 +189,7 @@ def _process_group(argument: str, group: Any) -> Any:
     if isinstance(group, dist.ProcessGroup):
         return group
     if isinstance(group, str):
-        return dist.distributed_c10d._resolve_process_group(group)
+        return dist.distributed_c10d._resolve_process_group(cast(Any, group))
     if isinstance(group, dist.DeviceMesh) and group.ndim == 1:
         return group.get_group()
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], dist.DeviceMesh):
