@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -136,12 +136,12 @@ def measure(variant: str, tokens: int, vocab: int) -> None:
 # --------------------------------------------------------------------------------------------------- the whole run
 
 
-def run(tokens: int, vocab: int, repeats: int) -> dict[str, dict[str, float]]:
+def run(variants: Sequence[str], tokens: int, vocab: int, repeats: int) -> dict[str, dict[str, float]]:
     """Variant → median seconds and peak bytes; the processes wait for their turns."""
     size = ["--tokens", str(tokens), "--vocab", str(vocab)]
     workers: dict[str, subprocess.Popen[str]] = {}
     found: dict[str, dict[str, Any]] = {}
-    for variant in VARIANTS:
+    for variant in variants:
         print(f"preparing {variant}", file=sys.stderr, flush=True)
         command = [sys.executable, __file__, "--variant", variant, *size]
         workers[variant] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -209,13 +209,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--frameworks", nargs="+", choices=("torch", "jax"), default=("torch", "jax"))
     parser.add_argument("--write", type=Path, help="also write the page to this file")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.variant is not None:
         measure(options.variant, options.tokens, options.vocab)
         return
-    page = report(run(options.tokens, options.vocab, options.repeats), options.tokens, options.vocab, options.repeats)
+    size = (options.tokens, options.vocab, options.repeats)
+    variants = [variant for variant in VARIANTS if variant.split()[0] in options.frameworks]
+    page = report(run(variants, *size), *size)
     print(page)
     if options.write is not None:
         options.write.write_text(page, encoding="utf-8")

@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace) -> Parity:
     """Runs what the options ask for."""
-    sys.path.insert(0, os.getcwd())
+    if options.imports and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     for module in options.imports:
         importlib.import_module(module)
     head = HeadSpec.from_yaml(Path(options.config))
