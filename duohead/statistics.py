@@ -104,7 +104,8 @@ def _teachers(
 def _is_largest(xp: Any, logits: Array, inputs: Inputs, columns: Columns) -> Array:
     """Where a row's logits are largest, before any arithmetic: contracted by a compiler, x·s − max(x·s) is not 0."""
     raw = _real(xp, xp.cast(logits, xp.compute_dtype(logits)), inputs, columns)
-    return raw == xp.max_last(raw)[..., None]
+    # In a shard of nothing but −inf no column is a maximum to be 0 away from.
+    return (raw == xp.max_last(raw)[..., None]) & (raw > -xp.inf)
 
 
 def _shifted(xp: Any, x: Array) -> tuple[Array, Array, Array]:
