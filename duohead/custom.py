@@ -10,10 +10,10 @@ import builtins
 import dataclasses
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from duohead.fields import Number, choice, number, text
 from duohead.loss import Loss, Part, declare
@@ -70,19 +70,25 @@ class CustomLoss(Loss):
         return (Part(self.term, {name: getattr(self, name) for name in self.numbers}),)
 
 
-def token_loss(function: Callable[..., Any] | None = None, *, register: str | None = None) -> Any:
+def token_loss(
+    function: Callable[..., Any] | None = None,
+    *,
+    register: str | None = None,
+    hyperparameters: Mapping[str, Any] | None = None,
+) -> Any:
     """Decorator: a function of one token's statistics and inputs becomes a loss type.
 
     Its parameters are among ``logprob``, ``lse``, ``entropy``, ``mean_logprob``, ``is_top``; with a teacher
     ``teacher_cross_entropy``, ``forward_kl``, ``reverse_kl``, ``jsd``; and the inputs ``advantages``, ``old_logprobs``,
     ``ref_logprobs``, ``importance_weights``. All are per token and in nats. Any other parameter is a hyperparameter, a
-    runtime number, whose default is the signature's (or ``duohead.fields.number(…)``, which also declares a range).
+    runtime number, with the signature's default.
 
     It returns ``(value, d value / d statistic, …)``, the derivatives in the order of its statistics, or the value
     alone: then automatic differentiation supplies them.
 
     Args:
         register: the loss's type in configurations.
+        hyperparameters: name → ``duohead.fields.number(…)``, which declares a default, a range and a meaning.
 
     Raises:
         TypeError: a parameter that is no operand of a token, a closure, a global that a term may not use, or a
@@ -95,11 +101,15 @@ def token_loss(function: Callable[..., Any] | None = None, *, register: str | No
     >>> unlikely(bound=0.2, weight=0.5).bound
     0.2
     """
-    return _decorate(function, "token", register, True)
+    return _decorate(function, _Kind("token", True, register, hyperparameters or {}))
 
 
 def sequence_loss(
-    function: Callable[..., Any] | None = None, *, register: str | None = None, carried_by_tokens: bool = False
+    function: Callable[..., Any] | None = None,
+    *,
+    register: str | None = None,
+    hyperparameters: Mapping[str, Any] | None = None,
+    carried_by_tokens: bool = False,
 ) -> Any:
     """Decorator: a function of one sequence's sums and means becomes a loss type. It needs ``segment_ids``.
 
@@ -108,7 +118,7 @@ def sequence_loss(
     ``importance_weights``; the rest is as for ``token_loss``.
 
     Args:
-        register: the loss's type in configurations.
+        register, hyperparameters: as for ``token_loss``.
         carried_by_tokens: False: each sequence counts once, and ``token_mean`` is the mean over sequences (as KTO).
             True: each token carries its sequence's value, and the reductions weight tokens (as GSPO).
 
@@ -121,14 +131,22 @@ def sequence_loss(
     >>> brevity(target=8.0).reduction
     'token_mean'
     """
-    return _decorate(function, "sequence", register, carried_by_tokens)
+    return _decorate(function, _Kind("sequence", carried_by_tokens, register, hyperparameters or {}))
 
 
-def pair_loss(function: Callable[..., Any] | None = None, *, register: str | None = None) -> Any:
+def pair_loss(
+    function: Callable[..., Any] | None = None,
+    *,
+    register: str | None = None,
+    hyperparameters: Mapping[str, Any] | None = None,
+) -> Any:
     """Decorator: a function of the two sequences of a preference pair becomes a loss type.
 
     Its parameters are those of ``sequence_loss`` with ``chosen_`` or ``rejected_`` before them. It needs
     ``segment_ids`` and ``preference_pairs``; ``token_mean`` is the mean over pairs.
+
+    Args:
+        register, hyperparameters: as for ``token_loss``.
 
     Raises:
         TypeError: as for ``token_loss``.
@@ -140,39 +158,52 @@ def pair_loss(function: Callable[..., Any] | None = None, *, register: str | Non
     >>> margin(gap=0.5).term.has_derivatives
     False
     """
-    return _decorate(function, "pair", register, True)
+    return _decorate(function, _Kind("pair", True, register, hyperparameters or {}))
 
 
-def _decorate(function: Callable[..., Any] | None, kind: str, type_name: str | None, carried_by_tokens: bool) -> Any:
+class _Kind(NamedTuple):
+    """What a decorator was told."""
+
+    name: str
+    carried_by_tokens: bool
+    register: str | None
+    hyperparameters: Mapping[str, Any]
+
+
+def _decorate(function: Callable[..., Any] | None, kind: _Kind) -> Any:
     if function is not None:
-        return _loss_type(function, kind, type_name, carried_by_tokens)
+        return _loss_type(function, kind)
 
     def decorator(decorated: Callable[..., Any]) -> Any:
-        return _loss_type(decorated, kind, type_name, carried_by_tokens)
+        return _loss_type(decorated, kind)
 
     return decorator
 
 
-def _loss_type(function: Any, kind: str, type_name: str | None, carried_by_tokens: bool) -> type[CustomLoss]:
+def _loss_type(function: Any, kind: _Kind) -> type[CustomLoss]:
     """The dataclass of a function's hyperparameters."""
-    where = f"@{kind}_loss {getattr(function, '__name__', function)}"
+    where = f"@{kind.name}_loss {getattr(function, '__name__', function)}"
     if not isinstance(function, types.FunctionType) or not function.__name__.isidentifier():
         raise TypeError(f"{where}: must be a plain function with a name (def), got {function!r}")
     parameters = inspect.signature(function).parameters
     for parameter in parameters.values():
         _check_parameter(parameter, kind, where)
     if not any(is_differentiable(name) for name in parameters):
-        raise TypeError(f"{where}: has no parameter that depends on the logits, such as {_OPERANDS[kind][:3]}")
+        raise TypeError(f"{where}: has no parameter that depends on the logits, such as {_OPERANDS[kind.name][:3]}")
     _check_builtins(function, where, set())
     term = Term(_without_defaults(function))
-    fields = {name: _field(parameters[name], where) for name in term.hyperparameters}
+    for name in kind.hyperparameters:
+        if name not in term.hyperparameters:
+            known = ", ".join(term.hyperparameters) or "none"
+            raise TypeError(f"{where}: hyperparameters: {name!r} is no hyperparameter of it, these are: {known}")
+    fields = {name: _field(parameters[name], kind, where) for name in term.hyperparameters}
     if "jsd" in parameters:
         fields["jsd_beta"] = _jsd_beta(parameters.get("jsd_beta"))
     needs_teacher = any(name in TEACHER_STATISTICS for name in parameters)
     needs_reference = any("ref_log" in name for name in parameters if name not in fields)
     attributes = {
         "term": term,
-        "carried_by_tokens": carried_by_tokens,
+        "carried_by_tokens": kind.carried_by_tokens,
         "needs_teacher": needs_teacher,
         "needs_reference": needs_reference,
         "numbers": tuple(fields),
@@ -181,7 +212,7 @@ def _loss_type(function: Any, kind: str, type_name: str | None, carried_by_token
         "__module__": function.__module__,
         "__qualname__": function.__qualname__,
     }
-    fields |= _extra_fields(kind, carried_by_tokens, needs_teacher, needs_reference)
+    fields |= _extra_fields(kind, needs_teacher, needs_reference)
     made = dataclasses.make_dataclass(
         function.__name__,
         [(name, Any, field) for name, field in fields.items()],
@@ -191,17 +222,17 @@ def _loss_type(function: Any, kind: str, type_name: str | None, carried_by_token
         kw_only=True,
     )
     made.__module__ = function.__module__  # make_dataclass sets its caller's
-    if type_name is None:
+    if kind.register is None:
         declare(made, function.__name__)
     else:
-        register_type(type_name)(made)
+        register_type(kind.register)(made)
     return made
 
 
-def _check_parameter(parameter: inspect.Parameter, kind: str, where: str) -> None:
+def _check_parameter(parameter: inspect.Parameter, kind: _Kind, where: str) -> None:
     """An operand of this kind, or a hyperparameter whose name could not be meant as an operand."""
-    name = parameter.name
-    if name in _OPERANDS[kind]:
+    name, mine = parameter.name, _OPERANDS[kind.name]
+    if name in mine or name in kind.hyperparameters:
         return
     for other, operands in _OPERANDS.items():
         if name in operands:
@@ -209,11 +240,11 @@ def _check_parameter(parameter: inspect.Parameter, kind: str, where: str) -> Non
     if hasattr(CustomLoss, name) or name in [field.name for field in dataclasses.fields(CustomLoss)]:
         raise TypeError(f"{where}: parameter {name!r} has the name of something that every loss has; rename it")
     reserved = name.startswith(("chosen_", "rejected_", "carried_")) or name.endswith(("_sum", "_mean"))
-    near = get_close_matches(name, _OPERANDS[kind], 1, 0.85)
+    near = get_close_matches(name, mine, 1, 0.85)
     if reserved or (near and parameter.default is inspect.Parameter.empty):
-        meant = f"; did you mean {near[0]!r}?" if near else f"; a {kind}'s operands: {', '.join(_OPERANDS[kind])}"
+        meant = f"; did you mean {near[0]!r}?" if near else f"; a {kind.name}'s operands: {', '.join(mine)}"
         raise TypeError(
-            f"{where}: parameter {name!r} is no operand of a {kind}{meant} (a hyperparameter needs another name"
+            f"{where}: parameter {name!r} is no operand of a {kind.name}{meant} (a hyperparameter needs another name"
             f"{'' if reserved else ', or a default'})"
         )
 
@@ -237,28 +268,31 @@ def _without_defaults(function: types.FunctionType) -> types.FunctionType:
     return copy
 
 
-def _field(parameter: inspect.Parameter, where: str) -> Any:
-    default = parameter.default
-    doc = f"hyperparameter of {where.split()[-1]}"
+def _field(parameter: inspect.Parameter, kind: _Kind, where: str) -> Any:
+    declared, default = kind.hyperparameters.get(parameter.name), parameter.default
+    if declared is not None:
+        rule = declared.metadata.get("rule") if isinstance(declared, dataclasses.Field) else None
+        if rule is None or rule.choices or rule.text or rule.optional:
+            raise TypeError(f"{where}: hyperparameters: {parameter.name!r} must be duohead.fields.number(...)")
+        if default is not inspect.Parameter.empty:
+            raise TypeError(f"{where}: {parameter.name!r} has a default in the signature and in hyperparameters")
+        return declared
     if default is inspect.Parameter.empty:
-        return number(None, doc)
-    if isinstance(default, (int, float)) and not isinstance(default, bool):
-        return number(default, doc)
-    rule = default.metadata.get("rule") if isinstance(default, dataclasses.Field) else None
-    if rule is None or rule.choices or rule.text or rule.optional:
+        return number(None, f"hyperparameter of {where.split()[-1]}")
+    if not isinstance(default, (int, float)) or isinstance(default, bool):
         raise TypeError(
-            f"{where}: the default of {parameter.name!r} must be a number or duohead.fields.number(...), "
-            f"got {default!r}"
+            f"{where}: the default of {parameter.name!r} must be a number, got {default!r} "
+            f"(a range is declared with hyperparameters={{{parameter.name!r}: duohead.fields.number(...)}})"
         )
-    return default
+    return number(default, f"hyperparameter of {where.split()[-1]}")
 
 
-def _extra_fields(kind: str, carried_by_tokens: bool, needs_teacher: bool, needs_reference: bool) -> dict[str, Any]:
+def _extra_fields(kind: _Kind, needs_teacher: bool, needs_reference: bool) -> dict[str, Any]:
     """The fields that the operands bring with them: those of ``Distillation``, ``GRPO``, ``DPO`` and ``KTO``."""
     fields: dict[str, Any] = {}
-    if kind == "pair":
+    if kind.name == "pair":
         fields["reduction"] = choice("token_mean", PAIR_REDUCTION, PAIR_REDUCTIONS)
-    elif kind == "sequence" and not carried_by_tokens:
+    elif kind.name == "sequence" and not kind.carried_by_tokens:
         fields["reduction"] = choice("token_mean", SEQUENCE_REDUCTION, SEQUENCE_REDUCTIONS)
     if needs_teacher:
         fields["reference_model"] = text("teacher", "the name of the teacher in `teacher_logits`")

@@ -24,11 +24,11 @@ from duohead.namespace import exp, log, maximum, minimum, where
 from duohead.terms.policy import grpo_clip, gspo_clip
 
 LIMIT = 0.5
-GAMMA = number(2.0, "the focusing exponent", minimum=0.0)
+GAMMA = {"gamma": number(2.0, "the focusing exponent", minimum=0.0)}
 
 
-@token_loss(register="focal_of_tests")
-def focal(logprob, gamma=GAMMA):  # type: ignore[no-untyped-def]
+@token_loss(register="focal_of_tests", hyperparameters=GAMMA)
+def focal(logprob, gamma):  # type: ignore[no-untyped-def]
     """−(1 − p)^γ · log p (Lin et al., 2017)."""
     miss = maximum(1.0 - exp(logprob), 1e-12)
     factor = exp(gamma * log(miss))
@@ -218,6 +218,20 @@ def test_beside_built_in_losses(inputs: dict[str, Any]) -> None:
     np.testing.assert_allclose(both.gradient, one.gradient + other.gradient, rtol=1e-11, atol=1e-14)
 
 
+def test_compiles_for_a_gpu() -> None:
+    """The kernel takes a user's function as it takes the built-in ones; no GPU is needed to see that it compiles."""
+    pytest.importorskip("triton")
+    from test_triton_compile import compiled, constants_of
+
+    from duohead.checks import given_inputs
+    from duohead.kernels import build
+    from duohead.plan import make_plan
+
+    plan, _ = make_plan({"focal": focal(), "skew": skew()}, given_inputs({"labels": True}, {"teacher": True}, {}))
+    kernel = build.fused(plan, build.Flags(labels=True, padded=False))
+    assert ".visible .entry" in compiled(kernel, constants_of(), 4).asm["ptx"]
+
+
 # ------------------------------------------------------------------------------------------------------ as a loss type
 
 
@@ -324,6 +338,10 @@ def text_default(logprob, how="mean"):  # type: ignore[no-untyped-def]
     return logprob, 1.0
 
 
+def of_entropy(entropy, rate=1.0):  # type: ignore[no-untyped-def]
+    return rate * entropy, rate
+
+
 def closing_over() -> Any:
     factor = 2.0
 
@@ -375,6 +393,9 @@ def test_refused_when_decorated(decorator: Any, function: Any, message: str) -> 
             "losses.f.gamm: unknown",
         ),
         (lambda: token_loss(register="focal_of_tests")(focal_by_autodiff.term.function), "registered already"),
+        (lambda: token_loss(hyperparameters=GAMMA)(of_entropy), "hyperparameters: 'gamma' is no hyperparameter of it"),
+        (lambda: token_loss(hyperparameters={"rate": 2.0})(of_entropy), r"'rate' must be duohead.fields.number\(...\)"),
+        (lambda: token_loss(hyperparameters={"rate": GAMMA["gamma"]})(of_entropy), "'rate' has a default in the sign"),
     ],
 )
 def test_refused_when_made(make: Any, message: str) -> None:

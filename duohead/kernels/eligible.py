@@ -98,9 +98,15 @@ def _function_fault(function: Any, seen: set[Any]) -> str | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return f"the source of {function.__name__} cannot be read"
-    if not isinstance(tree.body[0], ast.FunctionDef):
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef):
         return f"{function.__name__} is not a plain def"
-    for node in ast.walk(tree):
+    if definition.args.kwonlyargs:
+        return f"{function.__name__} has keyword-only parameters"
+    if not all(isinstance(default, ast.Constant) for default in definition.args.defaults):
+        return f"{function.__name__} has a default that is no literal number: a kernel would look its name up again"
+    # The body alone: decorators are none of the kernel's business.
+    for node in (node for statement in definition.body for node in ast.walk(statement)):
         what = _node_fault(node, function)
         if what is not None:
             return f"{function.__name__} {what}"
@@ -124,8 +130,6 @@ def _node_fault(node: ast.AST, function: Any) -> str | None:
         return "branches or loops: use where"
     if isinstance(node, (ast.Lambda, ast.Dict, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp, ast.Try)):
         return f"uses a {type(node).__name__}"
-    if isinstance(node, ast.FunctionDef) and node.args.kwonlyargs:
-        return "has keyword-only parameters"
     if isinstance(node, ast.Call):
         return _call_fault(node, function)
     return None
