@@ -74,6 +74,19 @@ def minimum(a: Any, b: Any) -> Any:
     return np.minimum(a, b)
 
 
+def sum_rows(array: np.ndarray) -> np.ndarray:
+    """Over all axes but the first."""
+    return np.sum(array, axis=tuple(range(1, array.ndim)))
+
+
+def min_rows(array: np.ndarray) -> np.ndarray:
+    return np.min(array, axis=tuple(range(1, array.ndim)), initial=inf)
+
+
+def max_rows(array: np.ndarray) -> np.ndarray:
+    return np.max(array, axis=tuple(range(1, array.ndim)), initial=-inf)
+
+
 def take(array: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return array[ids]
 

@@ -1,13 +1,15 @@
-"""Between the read and the write: terms, reductions, sequence sums and metrics, as array code on ``[tokens]`` vectors."""
+"""Between the read and the write: terms, reductions, sequence sums and metrics, as array code on ``[tokens]``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from duohead.metrics import KINDS, Mean, Total, finish
+from duohead.loss import Output
+from duohead.metrics import KINDS, finish
 from duohead.plan import Operand, Plan, PlannedLoss, PlannedMeasurement, PlannedPart
 from duohead.reductions import item_weight, sequence_weights, token_weights
+from duohead.row_reductions import Reduced, RowReductions
 from duohead.statistics import Inputs, Statistics
 
 Array = Any
@@ -73,6 +75,15 @@ def before(xp: Any, plan: Plan, hyper: Sequence[Array], inputs: Inputs) -> Befor
     return Before(tuple(seam.tokens), lengths, count, segments)
 
 
+class _Pending(NamedTuple):
+    """A metric whose value and weight are still to be reduced, or are scalars already."""
+
+    kind: str
+    value: Reduced | Array
+    weight: Reduced | Array
+    share: float
+
+
 class _Seam:
     def __init__(
         self,
@@ -88,7 +99,8 @@ class _Seam:
         self.statistics, self.inputs = statistics, inputs
         self.share = 1.0 / sequence_ranks
         self.cotangents: dict[tuple[Any, ...], Array] = {}
-        self.parts: dict[str, Any] = {}
+        self.reductions = RowReductions(xp)
+        self.pending: dict[str, _Pending] = {}
         like = statistics["lse", 0] if statistics else hyper[0]
         self.like = like
         self.valid = inputs.valid
@@ -162,9 +174,7 @@ class _Seam:
             self.sides = {"chosen": pairs[:, 0], "rejected": pairs[:, 1]}
             self.real_pair = (pairs[:, 0] >= 0) & (pairs[:, 1] >= 0) & some
             # A pair that names a segment past the last one shows as NaN.
-            wrong = self.real_pair & (
-                (pairs[:, 0] >= self.num_segments) | (pairs[:, 1] >= self.num_segments)
-            )
+            wrong = self.real_pair & ((pairs[:, 0] >= self.num_segments) | (pairs[:, 1] >= self.num_segments))
             one = xp.zeros_like(self.lengths[:1]) + 1.0
             self.pair_value = xp.where(wrong, xp.nan, one)
             self.counted_pairs = xp.where(self.real_pair, one, 0.0)
@@ -211,21 +221,24 @@ class _Seam:
 
     def run(self) -> Seam:
         xp, plan = self.xp, self.plan
-        total: Any = xp.sum_all(xp.zeros_like(self.like))
+        entered = [[(self._part(loss, part), self._share(part.kind)) for part in loss.parts] for loss in plan.losses]
+        self._metrics()
+        self.reductions.run()
+        total: Any = xp.zeros_like(self.num_valid)
         losses = {}
-        for loss in plan.losses:
-            value = xp.zeros_like(total)
-            for part in loss.parts:
-                value = value + self._part(loss, part)
+        for loss, reduced in zip(plan.losses, entered, strict=True):
+            value = xp.zeros_like(self.num_valid)
+            for where, share in reduced:
+                value = value + self.reductions.value(where) * share
             losses[loss.name] = value
             weight = self.hyper[loss.weight]
             total = total + xp.where(weight == 0, 0.0, weight * value)
-        self._metrics()
-        metrics = {name: finish(xp, part) for name, part in self.parts.items()}
-        return Seam(total, Aux(losses, metrics, self._token_outputs(), self.parts), self.cotangents)
+        parts = {name: self._finished(pending) for name, pending in self.pending.items()}
+        metrics = {name: finish(xp, part) for name, part in parts.items()}
+        return Seam(total, Aux(losses, metrics, self._token_outputs(), parts), self.cotangents)
 
-    def _part(self, loss: PlannedLoss, part: PlannedPart) -> Array:
-        """Evaluates one term, enters its weighted cotangents and returns its reduced value."""
+    def _part(self, loss: PlannedLoss, part: PlannedPart) -> Reduced:
+        """Evaluates one term, enters its weighted cotangents and its values for the reduction."""
         xp = self.xp
         arguments = [self._value(operand) for operand in part.operands]
         value, derivatives = self._evaluate(part, arguments)
@@ -236,8 +249,21 @@ class _Seam:
             # where, not a product: a loss or a token of weight 0 or a masked row adds exactly nothing.
             cotangent = xp.where(counted & (factor != 0), factor * weight * derivative, 0.0)
             self._enter(operand, cotangent)
-        share = 1.0 if part.kind == "token" else self.share
-        return xp.cast(xp.sum_all(xp.where(counted, weight * value, 0.0)), self.like.dtype) * share
+        product = xp.where(counted, weight * value, 0.0)
+        return self._reduce("sum", part.kind, product)
+
+    def _reduce(self, operation: str, kind: str, vector: Array) -> Reduced:
+        """Enters a vector over tokens, sequences or pairs for a reduction."""
+        over = self.counted
+        if kind != "token":
+            over = self.counted_pairs if kind == "pair" else self.lengths
+        # One shape and dtype for all rows of a stack; a NaN of a length stays its own sequence's.
+        vector = self.xp.cast(vector, self.like.dtype) + self.xp.zeros_like(over)
+        return self.reductions.add(operation, kind, vector)
+
+    def _share(self, kind: str) -> float:
+        """What of a reduction is this rank's: sequences and pairs are the same on all ranks that share them."""
+        return 1.0 if kind == "token" else self.share
 
     def _evaluate(self, part: PlannedPart, arguments: list[Any]) -> tuple[Array, tuple[Array, ...]]:
         function = part.term.bound[self.xp.term_names(self.like)]
@@ -308,7 +334,7 @@ class _Seam:
                 self._measurement(loss, measurement)
             for count in loss.counts:
                 number = self.num_valid if count == "num_tokens" else self._segments_here()
-                self.parts[f"{loss.name}/{count}"] = Total(number, self.num_valid)
+                self.pending[f"{loss.name}/{count}"] = _Pending("sum", number, self.num_valid, 1.0)
         self._head_metrics()
 
     def _segments_here(self) -> Array:
@@ -325,39 +351,62 @@ class _Seam:
         xp = self.xp
         arguments = [self._value(operand) for operand in measurement.operands]
         outputs = measurement.measure.bound[xp.term_names(self.like)](*arguments)
-        if measurement.kind == "pair":
-            counted, share = self.real_pair, self.share
-        elif measurement.kind == "sequence":
-            counted, share = self.lengths != 0, self.share
-        else:
-            counted, share = self.valid, 1.0
+        counted, count = self._counted(measurement.kind)
         one = xp.where(counted, xp.ones_like(self.num_valid), 0.0)
         for value, output in zip(outputs, measurement.outputs, strict=False):
             if not output.metrics:
                 continue
             value = xp.cast(value + xp.zeros_like(one), one.dtype)
-            weight = one if output.weight < 0 else xp.cast(xp.where(counted, outputs[output.weight], 0.0), one.dtype)
-            count = xp.sum_all(weight) * share
-            product = value if output.weight < 0 else xp.where(weight == 0, 0.0, weight * value)
-            for name, kind in output.metrics:
-                if kind == "min":
-                    reduced = xp.min_all(xp.where(counted, value, xp.inf))
-                elif kind == "max":
-                    reduced = xp.max_all(xp.where(counted, value, -xp.inf))
-                else:
-                    reduced = xp.sum_all(xp.where(counted, product, 0.0)) * share
-                self.parts[f"{loss.name}/{name}"] = KINDS[kind](reduced, count)
+            product, weight = value, count
+            if output.weight >= 0:
+                weights = xp.cast(xp.where(counted, outputs[output.weight], 0.0), one.dtype)
+                product = xp.where(weights == 0, 0.0, weights * value)
+                weight = self._reduce("sum", measurement.kind, weights)
+            self._metrics_of(loss.name, measurement.kind, output, value, product, weight)
+
+    def _metrics_of(
+        self, name: str, kind: str, output: Output, value: Array, product: Array, weight: Reduced | Array
+    ) -> None:
+        """Enters the metrics of one output of a measure."""
+        xp, (counted, _) = self.xp, self._counted(kind)
+        total: Reduced | None = None
+        for metric, how in output.metrics:
+            if how == "min":
+                reduced = self._reduce("min", kind, xp.where(counted, value, xp.inf))
+            elif how == "max":
+                reduced = self._reduce("max", kind, xp.where(counted, value, -xp.inf))
+            else:
+                total = total or self._reduce("sum", kind, xp.where(counted, product, 0.0))
+                reduced = total
+            self.pending[f"{name}/{metric}"] = _Pending(how, reduced, weight, self._share(kind))
+
+    def _counted(self, kind: str) -> tuple[Array, Array]:
+        """(which tokens, sequences or pairs count, how many)."""
+        if kind == "pair":
+            return self.real_pair, self.num_pairs
+        if kind == "sequence":
+            return self.lengths != 0, self.num_sequences
+        return self.valid, self.num_valid
+
+    def _finished(self, pending: _Pending) -> Any:
+        """A metric's part, once everything is reduced."""
+
+        def scalar(item: Reduced | Array) -> Array:
+            return self.reductions.value(item) if isinstance(item, Reduced) else item
+
+        value, weight = scalar(pending.value), scalar(pending.weight) * pending.share
+        return KINDS[pending.kind](value if pending.kind in ("min", "max") else value * pending.share, weight)
 
     def _head_metrics(self) -> None:
         xp, head = self.xp, self.plan.head
 
-        def mean(name: str, value: Array, kind: Any = Mean) -> None:
-            total = xp.sum_all(xp.where(self.valid, value, 0.0))
-            self.parts[f"head/{name}"] = kind(total, self.num_valid)
+        def mean(name: str, value: Array, kind: str = "mean") -> None:
+            total = self._reduce("sum", "token", xp.where(self.valid, value, 0.0))
+            self.pending[f"head/{name}"] = _Pending(kind, total, self.num_valid, 1.0)
 
         for name in self.plan.head_metrics:
             if name == "num_tokens":
-                self.parts["head/num_tokens"] = Total(self.num_valid, self.num_valid)
+                self.pending["head/num_tokens"] = _Pending("sum", self.num_valid, self.num_valid, 1.0)
             elif name == "entropy":
                 mean(name, self.statistics["entropy", head])
             elif name == "accuracy":
@@ -365,7 +414,7 @@ class _Seam:
             elif name == "mean_logprob":
                 mean(name, self.statistics["logprob", head])
             else:
-                mean(name, -self.statistics["logprob", head], KINDS["exp_mean"])
+                mean(name, -self.statistics["logprob", head], "exp_mean")
 
     def _token_outputs(self) -> dict[str, Array]:
         names = {"logprobs": "logprob", "entropy": "entropy", "lse": "lse"}

@@ -80,6 +80,19 @@ def max_all(array: jax.Array) -> jax.Array:
     return jnp.max(array, initial=-inf)
 
 
+def sum_rows(array: jax.Array) -> jax.Array:
+    """Over all axes but the first."""
+    return jnp.sum(array, axis=tuple(range(1, array.ndim)))
+
+
+def min_rows(array: jax.Array) -> jax.Array:
+    return jnp.min(array, axis=tuple(range(1, array.ndim)), initial=inf)
+
+
+def max_rows(array: jax.Array) -> jax.Array:
+    return jnp.max(array, axis=tuple(range(1, array.ndim)), initial=-inf)
+
+
 def take(array: jax.Array, ids: jax.Array) -> jax.Array:
     """``array[ids]`` for a vector and ids of any shape."""
     return array[ids]

@@ -87,6 +87,27 @@ def max_all(array: torch.Tensor) -> torch.Tensor:
     return array.amax() if array.numel() else array.new_full((), -inf)
 
 
+def _rest(array: torch.Tensor) -> list[int]:
+    return list(range(1, array.ndim))
+
+
+def sum_rows(array: torch.Tensor) -> torch.Tensor:
+    """Over all axes but the first."""
+    return array.sum(_rest(array)) if array.ndim > 1 else array
+
+
+def min_rows(array: torch.Tensor) -> torch.Tensor:
+    if array.numel() == 0:
+        return array.new_full(array.shape[:1], inf)
+    return array.amin(_rest(array)) if array.ndim > 1 else array
+
+
+def max_rows(array: torch.Tensor) -> torch.Tensor:
+    if array.numel() == 0:
+        return array.new_full(array.shape[:1], -inf)
+    return array.amax(_rest(array)) if array.ndim > 1 else array
+
+
 def take(array: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """``array[ids]`` for a vector and ids of any shape."""
     return array[ids]
