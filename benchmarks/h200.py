@@ -353,7 +353,9 @@ def check_large(rows: int, vocab: int) -> None:
     found = logits[sample].double()
     worst = float(((found - wanted).abs() / (wanted.abs() + 1e-9)).amax())
     finite = bool(torch.isfinite(result.result.loss))
-    say(f"large {rows}x{vocab} ({rows * vocab / 2**31:.2f} x 2^31) in place: rel {worst:.1e} finite {finite}; extra {extra / 2**20:.1f} MiB")
+    say(
+        f"large {rows}x{vocab} ({rows * vocab / 2**31:.2f} x 2^31) in place: rel {worst:.1e} finite {finite}; extra {extra / 2**20:.1f} MiB"
+    )
     record(item="large", shape=(rows, vocab), relative=worst, extra=extra)
 
 
@@ -477,13 +479,24 @@ def tune(rows: int, vocab: int, names: tuple[str, ...]) -> None:
 
                 def run() -> Any:
                     return monolithic_loss_and_grad(
-                        inputs["logits"], SETS[name], implementation="triton", out=out, **arguments  # noqa: B023
+                        inputs["logits"],
+                        SETS[name],
+                        implementation="triton",
+                        out=out,
+                        **arguments,  # noqa: B023
                     )
 
                 ms = device_ms(run, 5)
                 registers = _registers(shape.warps)
                 cells.append(f"W{shape.warps}U{shape.unroll}{'D' if shape.ahead else ''} {ms / floor:.3f} {registers}")
-                record(item="tune", shape=(rows, vocab), set=name, block=tuple(shape), ratio=ms / floor, registers=registers)
+                record(
+                    item="tune",
+                    shape=(rows, vocab),
+                    set=name,
+                    block=tuple(shape),
+                    ratio=ms / floor,
+                    registers=registers,
+                )
             except Exception as error:  # a block that does not launch is one cell
                 cells.append(f"W{shape.warps}U{shape.unroll} {type(error).__name__}")
             finally:
@@ -565,7 +578,11 @@ def time_jax(rows: int, vocab: int, implementations: tuple[str, ...]) -> None:
 
             def step(x: Any, rest: Any, losses: Any = losses, implementation: str = implementation) -> Any:
                 return duohead_jax.monolithic_loss_and_grad(
-                    x, losses, implementation=implementation, num_segments=segments, **rest  # noqa: B023
+                    x,
+                    losses,
+                    implementation=implementation,
+                    num_segments=segments,
+                    **rest,  # noqa: B023
                 )
 
             def measure(step: Any = step, arguments: Any = arguments) -> float:
@@ -610,7 +627,9 @@ def check_identical(rows: int, vocab: int) -> None:
         theirs = {k: to_jax(v) if torch.is_tensor(v) else v for k, v in arguments.items()}
 
         def run(theirs: Any = theirs, losses: Any = losses) -> Any:
-            return duohead_jax.monolithic_loss_and_grad(to_jax(inputs["logits"]), losses, implementation="triton", **theirs)
+            return duohead_jax.monolithic_loss_and_grad(
+                to_jax(inputs["logits"]), losses, implementation="triton", **theirs
+            )
 
         found = guarded(f"identical {name}", run)
         if found is None:
@@ -620,7 +639,9 @@ def check_identical(rows: int, vocab: int) -> None:
         pairs += [(aux.metrics[k], their_aux.metrics[k]) for k in aux.metrics]
         scalars = sum(float(a) != float(b) for a, b in pairs)
         same = torch.equal(torch.from_dlpack(their_gradient), gradient)
-        cells.append(f"{name} {'identical' if same and not scalars else f'gradient {same}, {scalars} of {len(pairs)} scalars differ'}")
+        cells.append(
+            f"{name} {'identical' if same and not scalars else f'gradient {same}, {scalars} of {len(pairs)} scalars differ'}"
+        )
         record(item="identical", set=name, gradient=same, scalars_differ=scalars, scalars=len(pairs))
     say("torch = jax on the same buffers: " + "; ".join(cells))
 
@@ -659,7 +680,9 @@ def count_variants() -> None:
     from duohead.plan import make_plan
 
     begin = time.time()
-    for step, (rows, vocab) in enumerate([(3, 64), (4, 1000), (5, 1024), (7, 5000), (64, 32000), (65, 32001), (9, 131072), (16, 200000)]):
+    for step, (rows, vocab) in enumerate(
+        [(3, 64), (4, 1000), (5, 1024), (7, 5000), (64, 32000), (65, 32001), (9, 131072), (16, 200000)]
+    ):
         x = torch.randn(rows, vocab, device="cuda").bfloat16()
         label = torch.randint(0, vocab, (rows,), device="cuda")
         spec = {"ce": CrossEntropy(label_smoothing=0.05 + 0.01 * step), "z": ZLoss(weight=0.125 + step)}
@@ -672,7 +695,9 @@ def count_variants() -> None:
     kernel = build.fused(plan, Flags(True, False, False, True, False)).function
     caches = getattr(kernel, "device_caches", {})
     variants = sum(len(cache[0]) for cache in caches.values())
-    say(f"first call {first:.1f} s; fused kernel: {variants} compiled variants over 8 shapes and 8 sets of hyperparameters")
+    say(
+        f"first call {first:.1f} s; fused kernel: {variants} compiled variants over 8 shapes and 8 sets of hyperparameters"
+    )
     record(item="variants", first_call=first, variants=variants)
 
 
@@ -696,7 +721,12 @@ def main() -> None:
         small_run()
     if "check" in items:
         guarded("variants of the call", check_variants)
-        for rows, vocab, dtype in ((96, 50257, torch.bfloat16), (64, 128256, torch.bfloat16), (33, 5003, torch.float32), (40, 32000, torch.float16)):
+        for rows, vocab, dtype in (
+            (96, 50257, torch.bfloat16),
+            (64, 128256, torch.bfloat16),
+            (33, 5003, torch.float32),
+            (40, 32000, torch.float16),
+        ):
             guarded(f"random {rows}x{vocab}", lambda r=rows, v=vocab, d=dtype: check_random(r, v, d))
         guarded("cases", lambda: check_cases("torch"))
     if "tune" in items:

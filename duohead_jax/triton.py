@@ -96,9 +96,7 @@ def start(
         return {name: jnp.zeros(outputs[name].shape, outputs[name].dtype) for name in kernel.outputs}
     import jax_triton
 
-    taken = {
-        kernel.inputs.index(source): kernel.outputs.index(target) for source, target in (aliases or {}).items()
-    }
+    taken = {kernel.inputs.index(source): kernel.outputs.index(target) for source, target in (aliases or {}).items()}
     found = jax_triton.triton_call(
         *(values[name] for name in (*kernel.inputs, *kernel.scalars)),
         kernel=kernel.function,
@@ -267,7 +265,13 @@ def fused(
         aliases = None if old is None else {"old": "gradient"}
         kernel = build.fused(plan, flags)
         found = launcher.run("fused", kernel, outputs, None, aliases, upstream=upstream, old=old, **values)
-        values = {"valid": call.valid, "rows": found["rows"], "count_rows": count, "chunks": chunks, "hyper": call.hyper}
+        values = {
+            "valid": call.valid,
+            "rows": found["rows"],
+            "count_rows": count,
+            "chunks": chunks,
+            "hyper": call.hyper,
+        }
         partial = launches.partial_launch(build.partial(plan), count)
         values |= start(partial, values, {"partials": _float(len(described.reductions), chunks)})
         results = start(
@@ -345,7 +349,9 @@ def _run_in_two(
     )
     rows = layout.saved_rows(layout.saved_names(plan), found.normalisers, found.coefficients)
     zero = jnp.zeros(inputs.valid.size, jnp.float32)
-    return Done(found, jnp.stack([jnp.reshape(jnp.broadcast_to(row, inputs.valid.shape), -1) + zero for row in rows]), None)
+    return Done(
+        found, jnp.stack([jnp.reshape(jnp.broadcast_to(row, inputs.valid.shape), -1) + zero for row in rows]), None
+    )
 
 
 def _beforehand(plan: Plan, hyper: jax.Array, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any], Any]:

@@ -201,7 +201,9 @@ def _start(made: Any, values: dict[str, Any]) -> Any:
 
     if made.grid == 0:
         return None
-    return made.kernel.function[(made.grid,)](*arguments(made.kernel, values), **made.constants, num_warps=made.warps, enable_fp_fusion=True)
+    return made.kernel.function[(made.grid,)](
+        *arguments(made.kernel, values), **made.constants, num_warps=made.warps, enable_fp_fusion=True
+    )
 
 
 def _flags(call: Call, **more: bool) -> Any:
@@ -489,9 +491,7 @@ def _beforehand(job: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Ten
     return tokens, {"lengths": lengths, "sequence_count": found.sequence_count}, found.num_segments
 
 
-def _target(
-    logits: torch.Tensor, out: torch.Tensor | None, accumulate: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _target(logits: torch.Tensor, out: torch.Tensor | None, accumulate: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(the gradient's tensor, its rows): ``out`` itself where its rows can be viewed."""
     if out is None:
         target = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)

@@ -73,13 +73,22 @@ def plan_of(config: Mapping[str, Any]) -> Plan:
     return plan
 
 
-def compiled(kernel: Kernel, constants: Mapping[str, int], warps: int, dtype: str = "bfloat16", capability: int = 90) -> Any:
+def compiled(
+    kernel: Kernel, constants: Mapping[str, int], warps: int, dtype: str = "bfloat16", capability: int = 90
+) -> Any:
     """The kernel compiled to machine code for a GPU of this capability."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     logits = "*" + TYPES[dtype]
-    special = {"labels": "*i64", "valid": "*i1", "shard_start": "*i32", "logits": logits, "gradient": logits, "old": logits}
+    special = {
+        "labels": "*i64",
+        "valid": "*i1",
+        "shard_start": "*i32",
+        "logits": logits,
+        "gradient": logits,
+        "old": logits,
+    }
     signature: dict[str, str] = {}
     for name in (*kernel.inputs, *kernel.outputs):
         is_teacher = name.startswith("teacher")
@@ -127,7 +136,9 @@ def test_reductions_for_sm_90(name: str) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 100])
-@pytest.mark.parametrize(("name", "dtype"), [("ce_z", "bfloat16"), ("grpo", "float16"), ("distill_forward_kl", "float32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("ce_z", "bfloat16"), ("grpo", "float16"), ("distill_forward_kl", "float32")]
+)
 def test_other_gpus(name: str, dtype: str, capability: int) -> None:
     kernel = build.fused(plan_of(SETS[name]), Flags(labels=True, padded=False, accumulate=True))
     compiled(kernel, constants_of(capability), 4, dtype, capability)

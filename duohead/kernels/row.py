@@ -230,7 +230,9 @@ class RowCode:
             for part in loss.parts:
                 arguments = ", ".join(self._operand(operand) for operand in part.operands)
                 lines.append(f"result = {self._call(part.term)}({arguments})")
-                lines.append(f"loss{n} = loss{n} + tl.where(valid_row & (weight{n} != 0.0), weight{n} * result[0], 0.0)")
+                lines.append(
+                    f"loss{n} = loss{n} + tl.where(valid_row & (weight{n} != 0.0), weight{n} * result[0], 0.0)"
+                )
                 for d, operand in enumerate(part.differentiable):
                     lines += self._enter(operand, f"{factor} * weight{n} * result[{1 + d}]", f"{factor} * weight{n}")
         for row, key in enumerate(layout_of(self.plan).rows):
@@ -328,9 +330,7 @@ def read_label_column(plan: Plan, accumulate: bool) -> list[str]:
 def row_pointers(plan: Plan, gradient: bool, accumulate: bool) -> list[str]:
     """Where the row begins in every array: 64-bit, whatever the tokens and the vocabulary."""
     lines = ["row_logits = logits + row * (logits_stride * UNIT)"]
-    lines += [
-        f"row_teacher{a} = teacher{a} + row * (teacher{a}_stride * UNIT)" for a in sweeps.teacher_arrays(plan)
-    ]
+    lines += [f"row_teacher{a} = teacher{a} + row * (teacher{a}_stride * UNIT)" for a in sweeps.teacher_arrays(plan)]
     lines += ["row_gradient = gradient + row * (gradient_stride * UNIT)"] if gradient else []
     return lines + (["row_old = old + row * (gradient_stride * UNIT)"] if accumulate else [])
 
@@ -346,5 +346,3 @@ def real_columns(padded: bool, sharded: bool) -> list[str]:
         *lines,
         f"real = tl.minimum(tl.maximum({first}, 0), columns).to(tl.int32) * valid_row.to(tl.int32)",
     ]
-
-

@@ -206,9 +206,7 @@ def log_probabilities(plan: Plan, v: str = "v", y: str = "y") -> list[str]:
     for i, _ in enumerate(plan.softmaxes):
         lines += [f"l{i} = ({v} * scale{i} - top{i}) * LOG2E - log2_sum{i}", f"p{i} = exp2(l{i})"]
     for k, teacher in enumerate(plan.teachers):
-        lines.append(
-            f"ly{k} = ({y}{teacher.array} * teacher_scale{k} - teacher_top{k}) * LOG2E - teacher_log2_sum{k}"
-        )
+        lines.append(f"ly{k} = ({y}{teacher.array} * teacher_scale{k} - teacher_top{k}) * LOG2E - teacher_log2_sum{k}")
     return lines
 
 
@@ -336,7 +334,10 @@ def jsd_tile(plan: Plan) -> list[str]:
 def jsd_sums(plan: Plan) -> list[str]:
     """The names of the JSD's sums, in the order of ``duohead.statistics.read_jsd``."""
     return [
-        f"{name}{j}_{b}" for j, pairing in enumerate(plan.pairings) for b, _ in enumerate(pairing.jsd) for name in ("js", "jr")
+        f"{name}{j}_{b}"
+        for j, pairing in enumerate(plan.pairings)
+        for b, _ in enumerate(pairing.jsd)
+        for name in ("js", "jr")
     ]
 
 

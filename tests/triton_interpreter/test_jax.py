@@ -1,0 +1,163 @@
+"""The JAX adapter's launches, in Triton's interpreter: a stand-in for jax-triton runs the kernel it is given on the host.
+
+The stand-in keeps jax-triton's contract: arrays and integers in order, fresh outputs after them (here NaN), outputs that
+take over an input's memory, everything else compile-time constants.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from helpers import load_case, numbers, to_jax, to_torch
+from triton_interpreter.sets import SETS, check, oracle, random_inputs, rounded
+
+import duohead_jax
+import duohead_torch
+from duohead.spec import HeadSpec
+from duohead_jax import triton
+
+CASES = ("ce_sharp_bf16", "grpo_kl_k3", "masked_row_nan", "padded_vocab", "softcap_odd_vocab", "vocab_one")
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    array = np.array(array)
+    if array.dtype == jnp.bfloat16:
+        return torch.tensor(array.view(np.int16)).view(torch.bfloat16)
+    return torch.tensor(array)
+
+
+def _array(tensor: torch.Tensor, dtype: Any) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(dtype)
+    return tensor.numpy().astype(dtype)
+
+
+def triton_call(
+    *arguments: Any,
+    kernel: Any,
+    out_shape: list[Any],
+    grid: int,
+    num_warps: int,
+    input_output_aliases: dict[int, int],
+    **constants: Any,
+) -> Any:
+    assert grid > 0
+    assert num_warps > 0
+
+    def on_host(*given: Any) -> list[np.ndarray]:
+        arrays = [_tensor(array) for array in given]
+        remaining = iter(arrays)
+        inputs = [item if isinstance(item, int) else next(remaining) for item in arguments]
+        outputs = [
+            torch.full(shape.shape, float("nan"), dtype=_tensor(np.zeros(0, shape.dtype)).dtype) for shape in out_shape
+        ]
+        for source, target in input_output_aliases.items():
+            assert arrays[source].shape == outputs[target].shape
+            assert arrays[source].dtype == outputs[target].dtype
+            outputs[target] = arrays[source]
+        kernel[(grid,)](*inputs, *outputs, **constants)
+        return [_array(output, shape.dtype) for output, shape in zip(outputs, out_shape, strict=True)]
+
+    return jax.pure_callback(on_host, list(out_shape), *(item for item in arguments if not isinstance(item, int)))
+
+
+@pytest.fixture(autouse=True)
+def jax_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("jax_triton")
+    module.triton_call = triton_call  # type: ignore[attr-defined]
+    module.__spec__ = importlib.machinery.ModuleSpec("jax_triton", None)
+    monkeypatch.setitem(sys.modules, "jax_triton", module)
+    monkeypatch.setattr(triton, "GPU_BACKENDS", ("cpu",))
+
+
+def run(head: HeadSpec, arrays: dict[str, Any]) -> Any:
+    """(loss, aux, gradient), which must not depend on the entry point."""
+    arrays = dict(arrays)
+    logits = arrays.pop("logits")
+    (loss, aux), gradient = duohead_jax.monolithic_loss_and_grad(logits, head, implementation="triton", **arrays)
+
+    def scaled(x: Any) -> Any:
+        value, found = duohead_jax.monolithic_loss(x, head, implementation="triton", **arrays)
+        return value * 1.0, found
+
+    (other, _), same = jax.value_and_grad(scaled, has_aux=True)(logits)
+    np.testing.assert_array_equal(other, loss)
+    np.testing.assert_array_equal(same.astype(jnp.float32), gradient.astype(jnp.float32))
+    return loss, aux, gradient
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str) -> None:
+    case = load_case(name)
+    loss, aux, gradient = run(HeadSpec.from_dict(case["head"]), to_jax(case["inputs"], case["dtype"]))
+    expected, tolerance = case["expected"], {"rtol": case["rtol"], "atol": case["atol"]}
+    np.testing.assert_allclose(loss, expected["loss"], **tolerance)
+    for key, value in expected["metrics"].items():
+        np.testing.assert_allclose(aux.metrics[key], value, err_msg=key, **tolerance)
+    wanted = np.array(numbers(expected["logits_grad"]))
+    np.testing.assert_allclose(np.asarray(gradient, np.float64), wanted, **tolerance)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, "float32") for name in SETS] + [("grpo", "bfloat16")])
+def test_against_the_oracle_and_torch(name: str, dtype: str) -> None:
+    head, inputs = HeadSpec.from_dict(SETS[name]), rounded(random_inputs(name, 300), dtype)
+    loss, aux, gradient = run(head, to_jax(inputs, dtype))
+    check(dtype, oracle(name, inputs), loss, aux.losses, aux.metrics, np.asarray(gradient, np.float64))
+    if name.startswith("sequences"):
+        return  # the seam between the launches is each framework's own
+    arrays = to_torch(inputs, dtype)
+    logits = arrays.pop("logits")
+    (same, same_aux), theirs = duohead_torch.monolithic_loss_and_grad(logits, head, implementation="triton", **arrays)
+    np.testing.assert_array_equal(loss, same)
+    for key, value in same_aux.metrics.items():
+        np.testing.assert_array_equal(aux.metrics[key], value)
+    np.testing.assert_array_equal(np.asarray(gradient, np.float32), theirs.float())
+
+
+def test_upstream_accumulate_and_vmap() -> None:
+    arrays = to_jax(random_inputs("ce_z", 300), "float32")
+    head = HeadSpec.from_dict(SETS["ce_z"])
+    logits, labels = arrays["logits"], arrays["labels"]
+
+    def loss_of(x: Any, factor: float = 1.0) -> Any:
+        return factor * duohead_jax.monolithic_loss(x, head, labels=labels, implementation="triton").loss
+
+    gradient = jax.grad(loss_of)(logits)
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss_of))(logits, 2.0), 2.0 * gradient)
+    _, total = duohead_jax.monolithic_loss_and_grad(
+        logits, head, labels=labels, implementation="triton", out=jnp.ones_like(logits), accumulate=True
+    )
+    np.testing.assert_allclose(total, gradient + 1.0, rtol=0, atol=3e-7)
+    many = jnp.stack([logits, logits[:, ::-1]])
+    mapped = jax.vmap(jax.grad(loss_of))(many)
+    np.testing.assert_array_equal(mapped[0], gradient)
+    np.testing.assert_array_equal(mapped[1], jax.grad(loss_of)(many[1]))
+
+
+def test_no_tokens() -> None:
+    loss, _, gradient = run(
+        HeadSpec.from_dict(SETS["ce_z"]), {"logits": jnp.zeros((0, 5)).astype("float32"), "labels": jnp.zeros(0, int)}
+    )
+    assert loss == 0
+    assert gradient.shape == (0, 5)
+
+
+def test_refusals_and_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, labels = jnp.zeros((1, 5), "float32"), jnp.zeros(1, int)
+    with pytest.raises(RuntimeError, match="float64 logits: the kernel computes in float32"):
+        duohead_jax.monolithic_loss(logits.astype("float64"), labels=labels, implementation="triton")
+    monkeypatch.setattr(triton, "GPU_BACKENDS", ("gpu",))
+    with pytest.raises(RuntimeError, match="it needs a CUDA device, JAX runs on cpu"):
+        duohead_jax.monolithic_loss(logits, labels=labels, implementation="triton")
+    assert duohead_jax.monolithic_loss(logits, labels=labels, implementation="auto").loss > 1.6
+    monkeypatch.delitem(sys.modules, "jax_triton")
+    with pytest.raises(RuntimeError, match=r"jax-triton is not installed: pip install duohead\[jax-triton\]"):
+        duohead_jax.monolithic_loss(logits, labels=labels, implementation="triton")
