@@ -233,6 +233,8 @@ def is_dtensor(array: Any) -> bool:
 
 def local(array: Any) -> Any:
     """A DTensor's part on this rank; mappings item by item, anything else as it is."""
+    if array is None or type(array) is torch.Tensor:  # nearly always, and an isinstance of an ABC is slow
+        return array
     if isinstance(array, Mapping):
         return {name: local(item) for name, item in array.items()}
     return array.to_local() if is_dtensor(array) else array
