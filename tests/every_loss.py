@@ -46,24 +46,31 @@ def every_loss(f: float = 1.0) -> dict[str, Loss]:
     }
 
 
-def random_inputs(seed: int = 0, tokens: int = 8, vocab: int = 11, spread: float = 2.0) -> dict[str, Any]:
+def random_inputs(
+    seed: int = 0,
+    tokens: int = 8,
+    vocab: int = 11,
+    *,
+    logits_scale_factor: float = 1.0,
+    final_logit_softcap: float | None = None,
+) -> dict[str, Any]:
     """Inputs that any set of losses can take, as NumPy arrays: four sequences, two pairs, one ignored label.
 
-    The ratios to the old policy lie on both sides of the clip bands and away from their edges.
+    The ratios to the old policy, at the given scale and softcap, lie on both sides of the clip bands.
     """
     r = np.random.default_rng(seed)
-    # Three decimals: the same values in every dtype down to bfloat16 would need fewer, tests that need that round.
-    logits = np.round(r.normal(size=(tokens, vocab)) * spread, 3)
+    logits = 2.0 * r.normal(size=(tokens, vocab))
     labels = r.integers(0, vocab, tokens)
-    shifted = logits - logits.max(-1, keepdims=True)
-    logprob = (shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))[np.arange(tokens), labels]
-    steps = r.choice([-0.6, -0.1, 0.05, 0.12, 0.6], tokens)
+    x = logits if final_logit_softcap is None else final_logit_softcap * np.tanh(logits / final_logit_softcap)
+    x = logits_scale_factor * (x - x.max(-1, keepdims=True))
+    logprob = (x - np.log(np.exp(x).sum(-1, keepdims=True)))[np.arange(tokens), labels]
+    steps = np.resize([0.6, -0.6, 0.05, -0.1, 0.5, 0.12, -0.5, 0.02], tokens)
     labels[tokens // 2] = -100
     return {
         "logits": logits,
         "labels": labels,
-        "teacher_logits": {"teacher": np.round(r.normal(size=(tokens, vocab)) * spread, 3)},
-        "advantages": r.choice([-1.3, -0.4, 0.6, 1.1], tokens),
+        "teacher_logits": {"teacher": 2.0 * r.normal(size=(tokens, vocab))},
+        "advantages": np.resize([1.1, -1.3, 0.6, -0.4, 0.9], tokens),
         "old_logprobs": logprob - steps,
         "ref_logprobs": logprob + 0.4 * r.normal(size=tokens),
         "importance_weights": r.uniform(0.5, 1.5, tokens),
@@ -78,3 +85,9 @@ def relative_rms(found: Any, expected: Any) -> float:
     size = float(np.sqrt((expected**2).sum()))
     difference = float(np.sqrt(((found - expected) ** 2).sum()))
     return difference / size if size else difference
+
+
+def as_config(loss: Loss) -> dict[str, Any]:
+    """A loss in the plain form of a configuration, which is what the oracle reads."""
+    fields = {rule.name: getattr(loss, rule.name) for rule in loss.rules}
+    return {"type": loss.type, **{name: value for name, value in fields.items() if value is not None}}
