@@ -1,8 +1,9 @@
 """Checks the kernels on a GPU, then times them; ``python benchmarks/h200.py --budget 540``. Every item stands alone.
 
 Times are of the device: each call is enqueued behind a short sleep, so that launching costs nothing, and the median of
-several calls is given as a ratio to ``gradient.copy_(logits)`` of the same bytes. Nothing is timed before the checks have run.
+several calls is given as a ratio to ``gradient.copy_(logits)`` of the same bytes. Checks come before times.
 """
+# ruff: noqa: E402, B023  (paths and settings come before the imports; closures are called where they are made)
 
 from __future__ import annotations
 
@@ -320,7 +321,8 @@ def check_variants() -> None:
     label = torch.randint(0, 1000, (64,), device="cuda")
     (a, _), g = monolithic_loss_and_grad(wide, losses, labels=label, implementation="triton")
     (b, _), h = monolithic_loss_and_grad(wide, losses, labels=label, implementation="eager")
-    assert torch.allclose(a, b, rtol=1e-5) and torch.allclose(g, h, atol=1e-6), "strides"
+    assert torch.allclose(a, b, rtol=1e-5), "strides"
+    assert torch.allclose(g, h, atol=1e-6), "strides"
     compiled = torch.compile(
         lambda x: monolithic_loss(x, losses, labels=labels, implementation="triton").loss * 1.0, fullgraph=True
     )
@@ -353,9 +355,8 @@ def check_large(rows: int, vocab: int) -> None:
     found = logits[sample].double()
     worst = float(((found - wanted).abs() / (wanted.abs() + 1e-9)).amax())
     finite = bool(torch.isfinite(result.result.loss))
-    say(
-        f"large {rows}x{vocab} ({rows * vocab / 2**31:.2f} x 2^31) in place: rel {worst:.1e} finite {finite}; extra {extra / 2**20:.1f} MiB"
-    )
+    size = f"{rows}x{vocab} ({rows * vocab / 2**31:.2f} x 2^31)"
+    say(f"large {size} in place: rel {worst:.1e} finite {finite}; extra {extra / 2**20:.1f} MiB")
     record(item="large", shape=(rows, vocab), relative=worst, extra=extra)
 
 
@@ -406,18 +407,18 @@ def time_shape(index: int, rows: int, vocab: int, forms: tuple[str, ...]) -> Non
         cells = []
 
         def grad(implementation: str = "triton") -> Any:
-            return monolithic_loss_and_grad(logits, losses, implementation=implementation, out=out, **arguments)  # noqa: B023
+            return monolithic_loss_and_grad(logits, losses, implementation=implementation, out=out, **arguments)
 
         def step() -> None:
             x = logits.detach().requires_grad_()
-            monolithic_loss(x, losses, implementation="triton", **arguments).loss.backward()  # noqa: B023
+            monolithic_loss(x, losses, implementation="triton", **arguments).loss.backward()
 
         def value() -> None:
-            monolithic_loss(logits, losses, implementation="triton", **arguments)  # noqa: B023
+            monolithic_loss(logits, losses, implementation="triton", **arguments)
 
         def per_loss() -> None:
-            for key, loss in losses.items():  # noqa: B023
-                monolithic_loss_and_grad(logits, {key: loss}, implementation="compiled", out=out, **arguments)  # noqa: B023
+            for key, loss in losses.items():
+                monolithic_loss_and_grad(logits, {key: loss}, implementation="compiled", out=out, **arguments)
 
         made: dict[str, tuple[Callable[[], Any], Callable[..., float]]] = {
             "grad": (grad, device_ms),
@@ -483,7 +484,7 @@ def tune(rows: int, vocab: int, names: tuple[str, ...]) -> None:
                         SETS[name],
                         implementation="triton",
                         out=out,
-                        **arguments,  # noqa: B023
+                        **arguments,
                     )
 
                 ms = device_ms(run, 5)
@@ -582,7 +583,7 @@ def time_jax(rows: int, vocab: int, implementations: tuple[str, ...]) -> None:
                     losses,
                     implementation=implementation,
                     num_segments=segments,
-                    **rest,  # noqa: B023
+                    **rest,
                 )
 
             def measure(step: Any = step, arguments: Any = arguments) -> float:
@@ -639,9 +640,8 @@ def check_identical(rows: int, vocab: int) -> None:
         pairs += [(aux.metrics[k], their_aux.metrics[k]) for k in aux.metrics]
         scalars = sum(float(a) != float(b) for a, b in pairs)
         same = torch.equal(torch.from_dlpack(their_gradient), gradient)
-        cells.append(
-            f"{name} {'identical' if same and not scalars else f'gradient {same}, {scalars} of {len(pairs)} scalars differ'}"
-        )
+        differs = f"gradient {same}, {scalars} of {len(pairs)} scalars differ"
+        cells.append(f"{name} {'identical' if same and not scalars else differs}")
         record(item="identical", set=name, gradient=same, scalars_differ=scalars, scalars=len(pairs))
     say("torch = jax on the same buffers: " + "; ".join(cells))
 
@@ -674,9 +674,9 @@ def small_run() -> None:
 
 def count_variants() -> None:
     """Compiled variants of the fused kernel over many shapes and hyperparameters, and the first call's time."""
+    from duohead.checks import given_inputs
     from duohead.kernels import build
     from duohead.kernels.build import Flags
-    from duohead.checks import given_inputs
     from duohead.plan import make_plan
 
     begin = time.time()
@@ -695,9 +695,7 @@ def count_variants() -> None:
     kernel = build.fused(plan, Flags(True, False, False, True, False)).function
     caches = getattr(kernel, "device_caches", {})
     variants = sum(len(cache[0]) for cache in caches.values())
-    say(
-        f"first call {first:.1f} s; fused kernel: {variants} compiled variants over 8 shapes and 8 sets of hyperparameters"
-    )
+    say(f"first call {first:.1f} s; fused: {variants} compiled variants over 8 shapes and 8 sets of hyperparameters")
     record(item="variants", first_call=first, variants=variants)
 
 

@@ -276,7 +276,7 @@ def fused(
     gradient: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> Fused:
-    """Losses, metrics and (where ``gradient`` is given) the gradient: one launch over the vocabulary, three small ones."""
+    """Losses, metrics and (with ``gradient``) the gradient: one launch over the vocabulary, three small ones."""
     if torch.compiler.is_compiling():
         found = torch.ops.duohead.fused(*_operands(call), tokens, extras.get("lengths"), extras.get("sequence_count"))
         return Fused(*found)

@@ -1,4 +1,4 @@
-"""Compiles the kernels for GPUs, without one: every term set that the built-in losses use, for sm_90, a few for sm_80 and sm_100."""
+"""Compiles the kernels for GPUs, without one: every term set of the built-in losses for sm_90, a few for others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 triton = pytest.importorskip("triton")
+# ruff: noqa: E402
 
 from duohead.checks import given_inputs
 from duohead.kernels import build, launch

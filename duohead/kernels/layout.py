@@ -163,7 +163,7 @@ def scalar_count(plan: Plan) -> int:
 def evaluation(
     xp: Any, plan: Plan, layout: Layout, results: Any, rows: Array, shape: tuple[int, ...], num_segments: Array | None
 ) -> Evaluation:
-    """The fused kernel's result as an Evaluation: ``results`` are the scalars, ``rows [rows, T]`` its per-token rows."""
+    """The fused kernel's result as an Evaluation: ``results`` are scalars, ``rows [rows, T]`` its per-token rows."""
     first_metric = 1 + len(plan.losses)
     first_part = first_metric + len(layout.metrics)
     losses = {loss.name: results[1 + i] for i, loss in enumerate(plan.losses)}

@@ -153,8 +153,8 @@ class RowCode:
     def lines(self) -> tuple[list[str], list[str], list[str]]:
         """(loads, terms and fold, measures).
 
-        The loads go before the read, which hides them: between the sweeps nothing else would. The measures go behind the
-        write, which need not wait for them.
+        The loads go before the read, which hides them: between the sweeps nothing else would. The measures go behind
+        the write, which need not wait for them.
         """
         body = ["one = tl.full((), 1.0, tl.float32)", *self._weights(), *self._losses(), *self._fold()]
         before_measures = set(self.hyper)

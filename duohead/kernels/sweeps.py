@@ -1,4 +1,4 @@
-"""The source of everything that touches the vocabulary: loading a tile, adding it to the statistics, writing its gradient.
+"""The source of what touches the vocabulary: loading a tile, adding it to the statistics, writing its gradient.
 
 A program owns a row. Its tile is ``[THREADS, UNROLL, 8]`` columns, 8 and UNROLL of them inside a thread, so that the
 running maximum and sums ``[THREADS]`` stay in a thread and are rescaled once a tile; nothing crosses threads before
@@ -257,7 +257,7 @@ def _store(inside: str | None, accumulate: bool, value: str = "g") -> list[str]:
 
 
 def sweep_backward(plan: Plan, accumulate: bool) -> list[str]:
-    """Writes the gradient, newest tiles first: they are still in the cache. Then the incomplete tile and the padding."""
+    """Writes the gradient, newest tiles first (they are still cached), then the incomplete tile and the padding."""
     edge = [
         "c = edge",
         "inside = c + offsets < real",

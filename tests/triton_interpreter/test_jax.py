@@ -1,7 +1,7 @@
-"""The JAX adapter's launches, in Triton's interpreter: a stand-in for jax-triton runs the kernel it is given on the host.
+"""The JAX adapter's launches, in Triton's interpreter: a stand-in for jax-triton runs the kernel on the host.
 
-The stand-in keeps jax-triton's contract: arrays and integers in order, fresh outputs after them (here NaN), outputs that
-take over an input's memory, everything else compile-time constants.
+The stand-in keeps jax-triton's contract: arrays and integers in order, fresh outputs after them (here NaN), outputs
+that take over an input's memory, everything else compile-time constants.
 """
 
 from __future__ import annotations
