@@ -282,3 +282,69 @@ def test_inside_torch_compile() -> None:
 def test_what_cannot_go_is_refused() -> None:
     with pytest.raises(RuntimeError, match="float64 logits: the kernel computes in float32"):
         run(LOSSES, {"logits": torch.randn(1, 5, dtype=torch.float64), "labels": torch.tensor([1])})
+
+
+@pytest.mark.parametrize("name", ["smoothed", "kd", "jsd"])
+@pytest.mark.parametrize("cuts", [(0, 300, 600), (0, 3, 259, 600)], ids=["two", "three"])
+def test_vocabulary_shards(name: str, cuts: tuple[int, ...]) -> None:
+    """Statistics of shards merge to those of the whole, and each shard writes its own columns of the gradient."""
+    from duohead.statistics import Columns, Inputs, add_jsd, finish, fold, merge
+    from duohead_torch import namespace, triton
+    from duohead_torch.runner import Job, Setting, Written
+
+    arrays = to_torch(random_inputs(name, 600), "float32")
+    head = HeadSpec.from_dict(SETS[name])
+    logits = arrays.pop("logits")
+    size = 590  # the last shard ends in padding
+    rest = {**arrays, "vocab_size": size, "implementation": "eager"}
+    arrays["labels"][3] = 589
+    _, wanted = monolithic_loss_and_grad(logits, head, **rest)
+    plan, hyper = _plan_and_hyper(logits, head, {**arrays, "vocab_size": size})
+    valid = arrays["labels"] >= 0
+    teachers = tuple(arrays.get("teacher_logits", {})[model] for model in plan.teacher_names)
+    ends = zip(cuts[:-1], cuts[1:], strict=True)
+    shards = [
+        (
+            logits[:, a:b],
+            Inputs(arrays["labels"], valid, tuple(teacher[:, a:b] for teacher in teachers), (), None, None, 6),
+            Columns(a, size, True),
+        )
+        for a, b in ends
+    ]
+    sweeps, xp = triton.TritonSweeps(), namespace
+    packed = torch.stack([torch.stack(sweeps.read(xp, plan, hyper, *shard)) for shard in shards])
+    starts, stops = torch.tensor(cuts[:-1]), torch.tensor(cuts[1:])
+    rows = merge(xp, plan, packed, arrays["labels"], starts, stops)
+    statistics, normalisers = finish(xp, plan, rows, shards[0][1], shards[0][2])
+    if plan.has_jsd:
+        second = [torch.stack(sweeps.read_jsd(xp, plan, hyper, *shard, normalisers)) for shard in shards]
+        add_jsd(plan, list(sum(second)), statistics)
+    from duohead.seam import seam
+
+    found = seam(xp, plan, hyper, statistics, shards[0][1])
+    coefficients = fold(xp, plan, hyper, statistics, found.cotangents, shards[0][2])
+    kept = triton.layout.saved_rows(triton.facts_of(plan).saved, normalisers, coefficients)
+    saved = torch.stack([row + torch.zeros(6) for row in kept])
+    parts = []
+    for part, inputs, columns in shards:
+        written = Written(Job(plan, hyper, inputs), (), triton.Saved(torch.stack(list(hyper)), saved))
+        setting = Setting(columns, None, True, False)
+        parts.append(triton.TritonRunner().gradient((written,), setting, part, torch.ones(())))
+    torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=2e-5, atol=3e-7)
+
+
+def _plan_and_hyper(logits: torch.Tensor, head: HeadSpec, arrays: dict[str, Any]) -> Any:
+    """The plan of a call and its hyperparameters, as the adapter makes them."""
+    from duohead_torch import api
+
+    made: list[Any] = []
+    original = api.pick_runner
+
+    def spy(implementation: str, logits: torch.Tensor, jobs: Any) -> Any:
+        made.extend(jobs)
+        return original(implementation, logits, jobs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "pick_runner", spy)
+        monolithic_loss(logits, head, implementation="eager", **arrays)
+    return made[0].plan, made[0].hyper
