@@ -253,6 +253,9 @@ class KTO(Loss):
     for an undesirable one (advantage < 0). z₀, ``reference_point``, is the paper's detached KL estimate: a runtime
     value, because an estimate from the sequences at hand would differ between micro-batches.
 
+    ``rewards_chosen`` and ``rewards_rejected`` are the mean rewards of the desirable and of the undesirable sequences;
+    their margin is no mean over anything, so it is left to the reader of the two.
+
     >>> KTO(beta=0.2).reference_point
     0.0
     """
