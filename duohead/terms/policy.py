@@ -192,9 +192,7 @@ class PolicyLoss(Loss):
     epsilon_high: Number = number(0.2, "the ratio's band ends at 1 + ε_high", minimum=0.0)
     beta: Number = number(0.0, "factor of the KL to the reference policy", minimum=0.0)
     kl_estimator: str = choice("k3", "the estimator of that KL", tuple(ESTIMATORS))
-    metrics: str = choice(
-        "auto", "auto: all that the inputs allow; basic: all but entropy; none", METRICS
-    )
+    metrics: str = choice("auto", "auto: all that the inputs allow; basic: all but entropy; none", METRICS)
     reference_model: str | None = text(
         None, "the name of the reference where `ref_logprobs` is a mapping", optional=True
     )

@@ -137,9 +137,7 @@ _KTO = {
     for with_reference in (True, False)
 }
 _KTO_REWARD = {
-    with_reference: Measure(
-        kto_measure, {"reward": "ref_log_ratio_sum" if with_reference else "logprob_sum"}
-    )
+    with_reference: Measure(kto_measure, {"reward": "ref_log_ratio_sum" if with_reference else "logprob_sum"})
     for with_reference in (True, False)
 }
 _KTO_OUTPUTS = (

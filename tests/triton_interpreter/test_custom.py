@@ -1,4 +1,4 @@
-"""Losses of a user's own in the kernel: what the array code gives, in one launch or, by autodiff and sequences, in two."""
+"""Losses of a user's own in the kernel: what the array code gives, in one launch, or (autodiff, sequences) in two."""
 
 from __future__ import annotations
 
