@@ -699,6 +699,37 @@ def count_variants() -> None:
     record(item="variants", first_call=first, variants=variants)
 
 
+def markdown() -> str:
+    """The records as the tables of docs/performance.md."""
+    shapes = list(dict.fromkeys(tuple(item["shape"]) for item in RECORDS if item["item"] in ("time", "jax", "liger")))
+    head = "| | " + " | ".join(f"{rows}×{vocab}" for rows, vocab in shapes) + " |"
+    lines = [head, "|---" * (len(shapes) + 1) + "|"]
+    kinds = [item for item in RECORDS if item["item"] in ("time", "jax", "liger") and "ratio" in item]
+    for key in dict.fromkeys((item["item"], item.get("set", "ce+z"), item.get("form", "liger")) for item in kinds):
+        cells = []
+        for shape in shapes:
+            found = [
+                item["ratio"]
+                for item in kinds
+                if (item["item"], item.get("set", "ce+z"), item.get("form", "liger")) == key
+                and tuple(item["shape"]) == shape
+            ]
+            cells.append(f"{found[-1]:.3f}" if found else "–")
+        name = " ".join(key[1:]) if key[0] == "time" else f"{key[1]} {key[0]} {key[2]}"
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "| peak beside the logits, MiB | " + " | ".join(f"{r}×{v}" for r, v in shapes) + " |"]
+    lines.append("|---" * (len(shapes) + 1) + "|")
+    memory = [item for item in RECORDS if item["item"] == "memory"]
+    for name in dict.fromkeys(item["set"] for item in memory):
+        found = {tuple(item["shape"]): item for item in memory if item["set"] == name}
+        cells = [
+            f"{found[s]['extra'] / 2**20:.1f} (gradient {found[s]['gradient'] / 2**20:.1f})" if s in found else "–"
+            for s in shapes
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     global BUDGET
     parser = argparse.ArgumentParser()
@@ -752,6 +783,7 @@ def main() -> None:
     folder = os.environ.get("OUT")
     if folder:
         Path(folder, "h200.json").write_text(json.dumps(RECORDS, default=str))
+        Path(folder, "h200.md").write_text(markdown())
     say(f"done in {time.time() - STARTED:.0f} s")
 
 

@@ -28,7 +28,10 @@ Array = Any
 class Collectives(Protocol):
     """What a framework supplies where the vocabulary or the sequences are split over ranks."""
 
-    sequence_ranks: int
+    @property
+    def sequence_ranks(self) -> int:
+        """Over how many ranks sequences are split."""
+        ...
 
     def gather(self, xp: Any, rows: Array, width: int) -> tuple[Array, Array, Array]:
         """Packed rows ``[rows, *tokens]`` → (``[shards, rows, *tokens]``, starts, ends): the one collective."""

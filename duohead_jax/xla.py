@@ -19,7 +19,7 @@ from duohead_jax.sharding import Axes
 class Arrays(NamedTuple):
     """The arrays of one pass; hyperparameters are one vector."""
 
-    hyper: jax.Array
+    hyper: Any  # a vector [slots], which the engine indexes as a sequence
     labels: jax.Array | None
     valid: jax.Array
     teachers: tuple[jax.Array, ...]
