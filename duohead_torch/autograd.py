@@ -5,10 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from duohead_torch.runner import Setting, Written
 from duohead_torch.trees import flatten, rebuild, structure
+
+
+class _Once(torch.autograd.Function):
+    """gradient → gradient, whose own derivative is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
+        raise RuntimeError(
+            "logits: the gradient that duohead writes cannot be differentiated again (create_graph=True); a second "
+            "derivative needs the loss in plain torch operations"
+        )
+
+
+def refuse_second_derivative(gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The gradient, as an error for whoever differentiates it again; without this it would count as a constant."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _Once.apply(gradient, logits)
+    return gradient
 
 
 class _Attach(torch.autograd.Function):
@@ -33,15 +54,14 @@ class _Attach(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
         if ctx.overwrite and ctx.spent:
             raise RuntimeError(
                 "overwrite_logits=True: the first backward wrote the gradient over the logits, a second one would need "
                 "them; call with overwrite_logits=False to use retain_graph"
             )
-        logits, *saved = ctx.saved_tensors
-        logits = logits.detach()
+        attached, *saved = ctx.saved_tensors
+        logits = attached.detach()
         written = rebuild(ctx.shape, list(saved))
         out = None
         if ctx.overwrite:
@@ -54,6 +74,7 @@ class _Attach(torch.autograd.Function):
                 gradient = ctx.runner.rescale(written, ctx.setting, logits, upstream, ready)
             else:
                 gradient = ctx.runner.gradient(written, ctx.setting, logits, upstream, out=out)
+        gradient = refuse_second_derivative(gradient, attached)
         return (gradient, None, None, None, None, None, None, *(None for _ in saved))
 
 

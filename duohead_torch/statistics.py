@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from duohead import checks, engine
 from duohead.fields import Number
@@ -20,6 +19,7 @@ from duohead.token_statistics import (
     plan_statistics,
 )
 from duohead_torch import namespace
+from duohead_torch.autograd import refuse_second_derivative
 from duohead_torch.hyper import hyper_tensors
 from duohead_torch.runner import Setting
 from duohead_torch.trees import flatten, rebuild, structure
@@ -56,18 +56,19 @@ class _TokenStatistics(torch.autograd.Function):
         return tuple(values)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:  # type: ignore[override]
         logits, *saved = ctx.saved_tensors
         hyper, inputs = rebuild(ctx.shape, list(saved[: ctx.count]))
         values, normalisers = rebuild(ctx.kept_shape, list(saved[ctx.count :]))
         found = dict(zip(ctx.keys, values, strict=True))
         columns = ctx.setting.columns
-        coefficients = fold_statistics(namespace, ctx.wanted, hyper, found, inputs, columns, upstream)
-        gradient = engine.write(
-            namespace, ctx.wanted.plan, hyper, logits, inputs, columns, normalisers, coefficients
-        )
-        return (gradient.to(logits.dtype), None, None, None, *(None for _ in range(ctx.count)))
+        with torch.no_grad():
+            coefficients = fold_statistics(namespace, ctx.wanted, hyper, found, inputs, columns, upstream)
+            gradient = engine.write(
+                namespace, ctx.wanted.plan, hyper, logits, inputs, columns, normalisers, coefficients
+            ).to(logits.dtype)
+        gradient = refuse_second_derivative(gradient, logits)
+        return (gradient, None, None, None, *(None for _ in range(ctx.count)))
 
 
 def token_statistics(
