@@ -47,6 +47,8 @@ def takes(implementation: str, static: Static, logits: jax.Array) -> bool:
     """
     if implementation not in ("auto", "triton"):
         return False
+    if implementation == "auto" and jax.default_backend() not in GPU_BACKENDS:
+        return False
     reason = fault(static, logits)
     if reason is not None and implementation == "triton":
         raise RuntimeError(f"implementation='triton' cannot run: {reason}")
@@ -354,7 +356,7 @@ def _run_in_two(
     )
 
 
-def _beforehand(plan: Plan, hyper: jax.Array, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any], Any]:
+def _beforehand(plan: Plan, hyper: Any, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any], Any]:
     """Token inputs as vectors; sequence lengths and counts where a reduction or a metric needs them."""
     per_segment = any(array.shape != inputs.valid.shape for array in inputs.tokens)
     counted = any("num_segments" in loss.counts for loss in plan.losses)

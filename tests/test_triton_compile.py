@@ -75,7 +75,12 @@ def plan_of(config: Mapping[str, Any]) -> Plan:
 
 
 def compiled(
-    kernel: Kernel, constants: Mapping[str, int], warps: int, dtype: str = "bfloat16", capability: int = 90
+    kernel: Kernel,
+    constants: Mapping[str, int],
+    warps: int,
+    dtype: str = "bfloat16",
+    capability: int = 90,
+    ones: bool = False,
 ) -> Any:
     """The kernel compiled to machine code for a GPU of this capability."""
     from triton.backends.compiler import GPUTarget
@@ -94,7 +99,11 @@ def compiled(
     for name in (*kernel.inputs, *kernel.outputs):
         is_teacher = name.startswith("teacher")
         signature[name] = special.get(name, logits if is_teacher else "*fp32")
-    signature |= dict.fromkeys(kernel.scalars, "i32")
+    if ones:
+        # jax-triton makes a constant of every scalar that is 1.
+        constants = {**constants, **dict.fromkeys(kernel.scalars, 1)}
+    else:
+        signature |= dict.fromkeys(kernel.scalars, "i32")
     signature = {name: signature.get(name, "constexpr") for name in kernel.function.arg_names}
     attributes = {
         (n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.function.arg_names) if signature[name][0] == "*"
@@ -143,3 +152,14 @@ def test_reductions_for_sm_90(name: str) -> None:
 def test_other_gpus(name: str, dtype: str, capability: int) -> None:
     kernel = build.fused(plan_of(SETS[name]), Flags(labels=True, padded=False, accumulate=True))
     compiled(kernel, constants_of(capability), 4, dtype, capability)
+
+
+def test_sizes_of_one_as_constants() -> None:
+    plan, constants = plan_of(SETS["smoothed"]), constants_of(unit=1, unroll=1)
+    flags = Flags(labels=True, padded=True)
+    compiled(build.fused(plan, flags), constants, 4, ones=True)
+    compiled(build.statistics(plan, flags), constants, 4, ones=True)
+    compiled(build.write(plan, flags._replace(check=True)), constants, 4, ones=True)
+    compiled(build.count_valid(), {"CHUNK": 8192}, 16, ones=True)
+    compiled(build.partial(plan), {"CHUNK": build.CHUNK}, 4, ones=True)
+    compiled(build.results(plan), {"CHUNK": 64}, 1, ones=True)
