@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
+from duohead.plan import Plan
+
 
 def flatten(tree: Any) -> list[torch.Tensor]:
     """All tensors of nested tuples, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    if isinstance(tree, tuple):
+    # A plan is a deep tree without a tensor: walking it would cost more than launching a kernel.
+    if isinstance(tree, tuple) and not isinstance(tree, Plan):
         found: list[torch.Tensor] = []
         for item in tree:
             found += flatten(item)
@@ -23,7 +26,7 @@ def structure(tree: Any) -> Any:
     """The tree with every tensor left out (True in its place): static, and hashable where its other leaves are."""
     if isinstance(tree, torch.Tensor):
         return True
-    if isinstance(tree, tuple):
+    if isinstance(tree, tuple) and not isinstance(tree, Plan):
         return type(tree), tuple(structure(item) for item in tree)
     return ("static", tree)
 
