@@ -251,16 +251,14 @@ def jax_jit(implementation: str) -> Run:
 
 
 def run_jax_eager(head: Head, inputs: Arguments, dtype: str) -> Outcome:
-    """The functions that ``jit`` would trace, op by op: a random plan costs no compilation of its own."""
+    """Op by op: a random plan costs no compilation of its own."""
     given = to_jax(dict(inputs), dtype)
     logits = given.pop("logits")
-    arguments = {**_DEFAULTS, **given, "logits": logits, "losses": head_spec(head), "validate": False}
-    static, passes = jax_api._prepare({**arguments, "vocab_axis": None, "sequence_axis": None})
-    evaluations = xla._evaluate(static, logits, passes)
-    loss, aux = xla._joined(evaluations)
-    saved = tuple((evaluation.normalisers, evaluation.coefficients) for evaluation in evaluations)
-    gradient = xla._gradient(static, logits, passes, saved, jnp.ones_like(loss))
-    return _outcome(loss, aux, gradient.astype(logits.dtype))
+    with jax.disable_jit():
+        (loss, aux), gradient = jax_api.monolithic_loss_and_grad(
+            logits, head_spec(head), **given, implementation="xla"
+        )
+    return _outcome(loss, aux, gradient)
 
 
 #: cheap ones, for many random plans
