@@ -89,7 +89,7 @@ def run(text: str, steps: int, picture: Path) -> Report:
     torch_history = train(in_torch, data, "student, PyTorch")
     jax_history = train(in_jax, data, "student, JAX")
 
-    again = batches(tokens, 1 + min(steps, 7), ROWS, LENGTH, seed=5)
+    again = batches(tokens, 1 + min(steps, 5), ROWS, LENGTH, seed=5)
     seconds = time_steps({"torch": in_torch, "jax": in_jax}, again)
     report = Report(torch_history, jax_history, seconds)
     draw(report, picture)
@@ -100,7 +100,7 @@ def run(text: str, steps: int, picture: Path) -> Report:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--data", type=Path, help="a text file (default: the standard library's source)")
-    parser.add_argument("--steps", type=int, default=150, help="of the teacher and of each student")
+    parser.add_argument("--steps", type=int, default=100, help="of the teacher and of each student")
     parser.add_argument("--picture", type=Path, default=Path("docs/demo.png"))
     options = parser.parse_args()
     if options.steps < 1:
