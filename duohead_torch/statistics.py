@@ -89,8 +89,8 @@ def token_statistics(
 ) -> TokenStatistics:
     """Differentiable per-token statistics of one softmax, for a loss of the user's own.
 
-    ``statistics``: among ``logprob, lse, entropy, mean_logprob, teacher_cross_entropy, forward_kl, reverse_kl, jsd``, in
-    nats, each of the logits' token shape; the backward of any function of them is one write of the logits' gradient.
+    ``statistics``: among ``logprob, lse, entropy, mean_logprob, teacher_cross_entropy, forward_kl, reverse_kl, jsd``,
+    in nats, each of the logits' token shape; the backward of any function of them is one write of the logits' gradient.
     Masked rows (``mask`` False or a negative label) give 0 and no gradient. ``vocab_group`` and ``vocab_start`` as for
     ``monolithic_loss``: every rank has the whole vocabulary's statistics, after one all-gather (two with ``jsd``).
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from every_loss import every_loss, random_inputs
 from helpers import to_torch
+from torch.nn import functional
 
 from duohead import GRPO, CrossEntropy, Distillation, EntropyLoss, ZLoss
 from duohead_torch import monolithic_loss, monolithic_loss_and_grad, token_statistics
@@ -31,9 +31,9 @@ def plain(logits: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor) -> 
     count = valid.sum().clamp(min=1)
     log_p, log_q = logits.log_softmax(-1), (teacher / 2.0).log_softmax(-1)
     lse = logits.logsumexp(-1)
-    kl = F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
+    kl = functional.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
-    cross = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum", ignore_index=-100) / count
+    cross = functional.cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum", ignore_index=-100) / count
     return cross + torch.where(valid, 0.1 * lse * lse + 0.5 * kl - 0.05 * entropy, 0.0).sum() / count
 
 
@@ -252,7 +252,7 @@ def test_autocast_model() -> None:
         logits = linear(hidden)
     plain(logits.float(), given["labels"], given["teacher"].bfloat16().float()).backward()
     assert found.dtype == torch.float32
-    # The logits' gradients agree up to a last place of bfloat16 (2^-8), and so do their products with the hidden states.
+    # The logits' gradients agree up to a last place of bfloat16 (2^-8); so do products with the hidden states.
     torch.testing.assert_close(found, linear.weight.grad, rtol=2.0**-7, atol=2.0**-8 * float(found.abs().max()))
 
 
