@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from robust import everyday
-from robust.implementations import FAST, SLOW, Outcome, Run
+from robust.core_runs import Outcome, Run
+from robust.implementations import FAST, SLOW
 
 CHOSEN = {**FAST, "jax_xla": SLOW["jax_xla"]}
 SEEDS = (1, 2)
@@ -106,7 +106,9 @@ def test_batch_split(run: Run, given: dict[str, Any], before: Outcome) -> None:
     for pair in given["preference_pairs"]:
         rows = np.flatnonzero(np.isin(ids, pair))
         part = everyday.rearrange(given, rows)
-        parts.append((rows, run(everyday.head(), dict(part, preference_pairs=pair[None], num_segments=8, **counts), "float64")))
+        parts.append(
+            (rows, run(everyday.head(), dict(part, preference_pairs=pair[None], num_segments=8, **counts), "float64"))
+        )
     same(sum(part.loss for _, part in parts), before.loss)
     for name, value in before.losses.items():
         same(sum(part.losses[name] for _, part in parts), value)
@@ -137,7 +139,8 @@ def test_columns_at_minus_infinity(run: Run, given: dict[str, Any]) -> None:
     del head["losses"]["ce"]
     wider = dict(given, logits=np.pad(given["logits"], ((0, 0), (0, 3)), constant_values=-np.inf))
     wider["teacher_logits"] = {
-        name: np.pad(array, ((0, 0), (0, 3)), constant_values=-np.inf) for name, array in given["teacher_logits"].items()
+        name: np.pad(array, ((0, 0), (0, 3)), constant_values=-np.inf)
+        for name, array in given["teacher_logits"].items()
     }
     before, after = run(head, given, "float64"), run(head, wider, "float64")
     same_losses(after, before)
@@ -151,7 +154,8 @@ def test_padding_columns(run: Run, given: dict[str, Any], before: Outcome) -> No
     wider = dict(given, vocab_size=COLUMNS)
     wider["logits"] = np.concatenate([given["logits"], np.tile(padding, (TOKENS, 1))], -1)
     wider["teacher_logits"] = {
-        name: np.concatenate([array, np.tile(padding, (TOKENS, 1))], -1) for name, array in given["teacher_logits"].items()
+        name: np.concatenate([array, np.tile(padding, (TOKENS, 1))], -1)
+        for name, array in given["teacher_logits"].items()
     }
     after = run(everyday.head(), wider, "float64")
     same_losses(after, before)

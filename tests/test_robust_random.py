@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-
 from robust.bounds import truth
 from robust.comparing import faults
+from robust.core_runs import compute_of
 from robust.counting import counted
-from robust.implementations import FAST, IMPLEMENTATIONS, TRITON, compute_of
+from robust.implementations import FAST, IMPLEMENTATIONS, TRITON
 from robust.strategies import Example, examples
 
 #: examples for each cheap implementation; ROBUST_EXAMPLES draws more

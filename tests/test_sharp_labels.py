@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from robust.bounds import truth
 from robust.implementations import IMPLEMENTATIONS, TRITON
 

@@ -355,7 +355,7 @@ def _load() -> Any:
 
 
 def _with_rounded_sum(derivative: Callable[..., Any]) -> Callable[..., Any]:
-    """p·A − D·q − E·δ (MATH §3): the row's cotangents are summed, rounding relative to their size, before p multiplies."""
+    """p·A − D·q − E·δ (MATH §3): a row's cotangents are summed, and rounded, before p multiplies them."""
 
     def call(row: Any, other: Any, *rest: Any) -> Any:
         found = derivative(row, other, *rest)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 
 from robust.bounds import Truth
-from robust.implementations import Outcome
+from robust.core_runs import TYPES, Outcome
 
-TYPES: dict[str, Any] = {
-    "float64": np.float64,
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-}
 #: one rounding to the dtype of the gradient; below its smallest normal number the steps are of fixed size
 UNIT = {name: float(ml_dtypes.finfo(dtype).eps) / 2 for name, dtype in TYPES.items()}
 SMALLEST = {name: float(ml_dtypes.finfo(dtype).tiny) for name, dtype in TYPES.items()}
@@ -61,8 +53,9 @@ def _gradient(got: np.ndarray, expected: Truth, dtype: str) -> list[str]:
         if expected.uncertain:
             wrong = np.isnan(got[row]) & ~outside
         for column in np.flatnonzero(wrong)[:3]:
+            off = got[row][column] - value[row][column]
             found.append(
-                f"gradient{(*row, int(column))}: {got[row][column]}, off by {got[row][column] - value[row][column]:.3g}, "
+                f"gradient{(*row, int(column))}: {got[row][column]}, off by {off:.3g}, "
                 f"truth {value[row][column]:.6g}, bound {bound[row][column]:.3g}"
             )
     return found

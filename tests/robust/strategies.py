@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from robust.comparing import LARGEST, TYPES
-from robust.implementations import compute_of
+from robust.comparing import LARGEST
+from robust.core_runs import TYPES, compute_of
 
 MODELS = ("teacher", "other")
 #: how a row of logits (or of a teacher) may look
@@ -88,7 +88,14 @@ def _numbers(*values: float) -> st.SearchStrategy[float]:
 
 WEIGHT = _numbers(1.0, 1.0, 0.1, 1e-4, 30.0, 0.0)
 SCALE = _numbers(1.0, 1.0, 1.0, 0.7, 2.0)
-TOKEN_REDUCTIONS = ("token_mean", "token_mean", "sum", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")
+TOKEN_REDUCTIONS = (
+    "token_mean",
+    "token_mean",
+    "sum",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "constant",
+)
 FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "label": {"label_smoothing": _numbers(0.0, 0.1, 0.9)},
     "z_loss": {},
