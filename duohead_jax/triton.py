@@ -254,7 +254,7 @@ def fused(
     plan, count = shape.plan, shape.rows
     described = layout.layout_of(plan)
     flags = _flags(shape, gradient=upstream is not None, accumulate=old is not None)
-    outputs = {"rows": _float(len(described.rows), count), "saved": _float(len(layout.saved_names(plan)), count)}
+    outputs = {"rows": _float(len(described.stored), count), "saved": _float(len(layout.saved_names(plan)), count)}
     chunks = launches.chunks_of(count)
 
     def launch(call: Call, extras: dict[str, Any], upstream: jax.Array | None, old: jax.Array | None) -> Fused:
@@ -267,13 +267,8 @@ def fused(
         aliases = None if old is None else {"old": "gradient"}
         kernel = build.fused(plan, flags)
         found = launcher.run("fused", kernel, outputs, None, aliases, upstream=upstream, old=old, **values)
-        values = {
-            "valid": call.valid,
-            "rows": found["rows"],
-            "count_rows": count,
-            "chunks": chunks,
-            "hyper": call.hyper,
-        }
+        values |= {"valid": call.valid, "rows": found["rows"], "hyper": call.hyper, "count_rows": count}
+        values["chunks"] = chunks
         partial = launches.partial_launch(build.partial(plan), count)
         values |= start(partial, values, {"partials": _float(len(described.reductions), chunks)})
         results = start(

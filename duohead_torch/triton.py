@@ -284,7 +284,7 @@ def fused(
 
     plan, make = call.plan, call.hyper.new_empty
     count = call.logits.shape[0]
-    rows = make(len(layout.layout_of(plan).rows), count)
+    rows = make(len(layout.layout_of(plan).stored), count)
     saved = make(len(layout.saved_names(plan)), count)
     values: dict[str, Any] = {f"token{n}": array for n, array in enumerate(tokens)}
     values |= extras
@@ -294,19 +294,19 @@ def fused(
         _start(counting, {"valid": call.valid, "count_rows": count, "valid_count": values["valid_count"]})
     kernel = build.fused(plan, _flags(call, gradient=gradient is not None, accumulate=accumulate))
     _Launcher(call, gradient).run("fused", kernel, rows=rows, saved=saved, upstream=upstream, **values)
-    return Fused(reduce(call, rows), rows, saved)
+    return Fused(reduce(call, rows, values), rows, saved)
 
 
-def reduce(call: Call, rows: torch.Tensor) -> torch.Tensor:
-    """Per-token rows → the results' vector, in a fixed order: two small launches."""
+def reduce(call: Call, rows: torch.Tensor, values: dict[str, Any]) -> torch.Tensor:
+    """Statistics per token → the results' vector, in a fixed order: two small launches."""
     from duohead.kernels import build, launch
 
     plan, count = call.plan, call.logits.shape[0]
     chunks = launch.chunks_of(count)
     partials = call.hyper.new_empty(len(layout.layout_of(plan).reductions), chunks)
     scalars = call.hyper.new_empty(layout.scalar_count(plan))
-    values = {"valid": call.valid, "rows": rows, "count_rows": count, "chunks": chunks, "partials": partials}
-    values |= {"hyper": call.hyper, "scalars": scalars}
+    values = values | {"valid": call.valid, "rows": rows, "hyper": call.hyper, "count_rows": count, "chunks": chunks}
+    values |= {"partials": partials, "scalars": scalars}
     _start(launch.partial_launch(build.partial(plan), count), values)
     _start(launch.results_launch(build.results(plan)), values)
     return scalars

@@ -129,7 +129,7 @@ def _(
     plan, count = plan_of(key), logits.shape[0]
     return (
         hyper.new_empty(scalar_count(plan)),
-        hyper.new_empty(len(layout_of(plan).rows), count),
+        hyper.new_empty(len(layout_of(plan).stored), count),
         hyper.new_empty(len(saved_names(plan)), count),
     )
 

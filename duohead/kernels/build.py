@@ -94,7 +94,7 @@ def _write(plan: Plan, flags: Flags) -> list[str]:
 def fused(plan: Plan, flags: Flags) -> Kernel:
     """Everything in one launch: read, statistics, terms, fold and, where wanted, the write."""
     code = row.RowCode(plan)
-    loads, terms, measures = code.lines()
+    loads, terms = code.lines()
     jsd = sweeps.sweep_jsd(plan) if plan.has_jsd else []
     body = [
         *_start(plan, flags, flags.gradient),
@@ -105,10 +105,10 @@ def fused(plan: Plan, flags: Flags) -> Kernel:
         *jsd,
         *terms,
         *row.store_saved(plan),
+        *code.store_statistics(),
     ]
     if flags.gradient:
         body += _write(plan, flags)
-    body += measures
     inputs = [
         *_inputs(plan, flags),
         *(f"token{n}" for n, _ in enumerate(plan.input_names)),
@@ -217,7 +217,7 @@ _NEUTRAL = {"sum": "0.0", "min": "INFINITY", "max": "-INFINITY"}
 
 @functools.lru_cache(maxsize=256)
 def partial(plan: Plan) -> Kernel:
-    """The first step of the reductions: one program per chunk of tokens, in a fixed order."""
+    """Values, measures and the first step of their reductions: one program per chunk of tokens, in a fixed order."""
     layout = layout_of(plan)
     body = [
         "chunk = tl.program_id(0)",
@@ -225,8 +225,8 @@ def partial(plan: Plan) -> Kernel:
         "inside = tokens < count_rows",
         "exists = tl.load(valid + tokens, mask=inside, other=0) != 0",
     ]
-    for r in sorted({reduction.row for reduction in layout.reductions if reduction.row >= 0}):
-        body.append(f"row{r} = tl.load(rows + {r} * count_rows + tokens, mask=exists, other=0.0)")
+    code = row.TokenCode(plan)
+    body += code.lines()
     for n, reduction in enumerate(layout.reductions):
         if reduction.row < 0:
             body.append("value = tl.where(exists, 1.0, 0.0)")
@@ -234,9 +234,9 @@ def partial(plan: Plan) -> Kernel:
             body.append(f"value = tl.where(exists, row{reduction.row}, {_NEUTRAL[reduction.op]})")
         body += _reduce(layout, n, "value")
         body.append(f"tl.store(partials + {n} * chunks + chunk, reduced{n})")
-    return make_kernel(
-        "partial", ["valid", "rows"], ["count_rows", "chunks"], ["partials"], ["CHUNK"], body, KERNEL_NAMES
-    )
+    inputs = ["valid", "rows", "hyper", *(f"token{n}" for n, _ in enumerate(plan.input_names)), *extra_inputs(plan)]
+    names = {**KERNEL_NAMES, **{name: bound(item) for name, item in code.functions.items()}}
+    return make_kernel("partial", inputs, ["count_rows", "chunks"], ["partials"], ["CHUNK"], body, names)
 
 
 @functools.lru_cache(maxsize=256)

@@ -84,12 +84,13 @@ class Reported(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The per-token rows that the fused kernel stores, and what is made of them.
+    """The statistics that the fused kernel stores per token, and what the reduction makes of them.
 
-    ``rows`` are keys: ``("loss", l)``, ``("output", l, measurement, output)``, ``("product", …)``, ``("weight", …)``
-    or ``("statistic", name, softmax)``.
+    ``stored`` are keys of statistics. ``rows``, what is reduced, are keys ``("loss", l)``,
+    ``("output", l, measurement, output)``, ``("product", …)`` or ``("statistic", name, softmax)``.
     """
 
+    stored: tuple[tuple[Any, ...], ...]
     rows: tuple[tuple[Any, ...], ...]
     reductions: tuple[Reduction, ...]
     metrics: tuple[Reported, ...]
@@ -150,8 +151,24 @@ def layout_of(plan: Plan) -> Layout:
             statistic, kind = _HEAD[name]
             value = found.reduce(("statistic", statistic, plan.head), "sum")
             metrics.append(Reported(f"head/{name}", kind, value, 0))
-    tokens = tuple((name, found.row(("statistic", _TOKENS[name], plan.head))) for name in plan.tokens)
-    return Layout(tuple(found.rows), tuple(found.reductions), tuple(metrics), tokens)
+    stored = stored_statistics(plan)
+    tokens = tuple((name, stored.index((_TOKENS[name], plan.head))) for name in plan.tokens)
+    return Layout(stored, tuple(found.rows), tuple(found.reductions), tuple(metrics), tokens)
+
+
+def stored_statistics(plan: Plan) -> tuple[tuple[Any, ...], ...]:
+    """The keys of the statistics that values, measures, metrics and token outputs need."""
+    operands = [
+        operand
+        for loss in plan.losses
+        for item in (*loss.parts, *loss.measurements)
+        for operand in item.operands
+        if operand.source == "statistic"
+    ]
+    head = [_HEAD[name][0].removeprefix("negative_") for name in plan.head_metrics if name != "num_tokens"]
+    head += [_TOKENS[name] for name in plan.tokens]
+    keys = [*(statistic_key(operand) for operand in operands), *((name, plan.head) for name in head)]
+    return tuple(dict.fromkeys(keys))
 
 
 def scalar_count(plan: Plan) -> int:

@@ -139,8 +139,13 @@ def store_saved(plan: Plan) -> list[str]:
     ]
 
 
-class RowCode:
-    """Writes the terms of a plan whose losses are all per token; collects the functions that they call."""
+class _Terms:
+    """Operands and weights of a plan whose losses are all per token; collects the functions that the code calls."""
+
+    #: the name of what says which rows or tokens exist
+    exists = "valid_row"
+    #: where a row's or token's inputs are
+    place = "row"
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -150,26 +155,13 @@ class RowCode:
         self.counts: list[str] = []
         self.cotangents: dict[tuple[Any, ...], str] = {}
 
-    def lines(self) -> tuple[list[str], list[str], list[str]]:
-        """(loads, terms and fold, measures).
-
-        The loads go before the read, which hides them: between the sweeps nothing else would. The measures go behind
-        the write, which need not wait for them.
-        """
-        body = ["one = tl.full((), 1.0, tl.float32)", *self._weights(), *self._losses(), *self._fold()]
-        before_measures = set(self.hyper)
-        measures = self._measures()
-        late = [self._load(slot) for slot in sorted(self.hyper - before_measures)]
+    def _loads(self) -> list[str]:
+        hyper = [f"hyper{slot} = tl.load(hyper + {slot})" for slot in sorted(self.hyper)]
         inputs = [
-            f"token{n}_row = tl.load(token{n} + row, mask=valid_row, other=0.0).to(tl.float32)"
+            f"token{n}_row = tl.load(token{n} + {self.place}, mask={self.exists}, other=0.0).to(tl.float32)"
             for n, _ in enumerate(self.plan.input_names)
         ]
-        early = [self._load(slot) for slot in sorted(before_measures)]
-        return [*early, *inputs, *self.counts], body, [*late, *measures]
-
-    @staticmethod
-    def _load(slot: int) -> str:
-        return f"hyper{slot} = tl.load(hyper + {slot})"
+        return [*hyper, *inputs, *self.counts]
 
     def _call(self, item: Bound) -> str:
         for name, known in self.functions.items():
@@ -206,7 +198,7 @@ class RowCode:
         if any(loss.reduction in SEQUENCE_REDUCTIONS for loss in plan.losses):
             sequences = self._slot(plan.num_sequences) if plan.num_sequences >= 0 else self._count("sequence_count")
             lines.append(f"by_sequences = inverse({sequences})")
-            self.counts.append("length = tl.load(lengths + row, mask=valid_row, other=0.0)")
+            self.counts.append(f"length = tl.load(lengths + {self.place}, mask={self.exists}, other=0.0)")
         return lines
 
     def _weight(self, loss: PlannedLoss) -> str:
@@ -220,24 +212,32 @@ class RowCode:
             return "by_sequences * inverse(length)"
         return "1.0"
 
-    # --- terms ---
 
-    def _losses(self) -> list[str]:
+class RowCode(_Terms):
+    """Inside a row's program: the terms' derivatives, folded. Values and measures wait for ``TokenCode``."""
+
+    def lines(self) -> tuple[list[str], list[str]]:
+        """(loads, derivatives and fold); the loads go before the read, which hides them: nothing else would."""
+        body = ["one = tl.full((), 1.0, tl.float32)", *self._weights(), *self._derivatives(), *self._fold()]
+        return self._loads(), body
+
+    def store_statistics(self) -> list[str]:
+        """Stores what ``TokenCode`` reads."""
+        return [
+            f"tl.store(rows + {n} * count_rows + row, tl.where(valid_row, {statistic_name(key, self.plan)}, 0.0))"
+            for n, key in enumerate(layout_of(self.plan).stored)
+        ]
+
+    def _derivatives(self) -> list[str]:
         lines: list[str] = []
         for n, loss in enumerate(self.plan.losses):
             factor = self._slot(loss.weight)
-            lines += [f"weight{n} = {self._weight(loss)}", f"loss{n} = 0.0"]
+            lines.append(f"weight{n} = {self._weight(loss)}")
             for part in loss.parts:
                 arguments = ", ".join(self._operand(operand) for operand in part.operands)
                 lines.append(f"result = {self._call(part.term)}({arguments})")
-                lines.append(
-                    f"loss{n} = loss{n} + tl.where(valid_row & (weight{n} != 0.0), weight{n} * result[0], 0.0)"
-                )
                 for d, operand in enumerate(part.differentiable):
                     lines += self._enter(operand, f"{factor} * weight{n} * result[{1 + d}]", f"{factor} * weight{n}")
-        for row, key in enumerate(layout_of(self.plan).rows):
-            if key[0] == "loss":
-                lines.append(_store_row(row, f"loss{key[1]}"))
         return lines
 
     def _enter(self, operand: Operand, value: str, factor: str) -> list[str]:
@@ -282,11 +282,48 @@ class RowCode:
     def _cotangent(self, name: str, index: int) -> str:
         return self.cotangents.get((name, index), "0.0")
 
-    # --- measures, and whatever else is reported ---
+
+class TokenCode(_Terms):
+    """Over a chunk of tokens: every value and measure, from the statistics that the rows' programs stored."""
+
+    exists = "exists"
+    place = "tokens"
+
+    def lines(self) -> list[str]:
+        """Loads, then ``row0 …``, the rows of the layout."""
+        body = ["one = tl.full((), 1.0, tl.float32)", *self._weights(), *self._losses(), *self._measures()]
+        layout = layout_of(self.plan)
+        statistics = [
+            f"{statistic_name(key, self.plan)} = tl.load(rows + {n} * count_rows + tokens, mask=exists, other=0.0)"
+            for n, key in enumerate(layout.stored)
+        ]
+        found = [
+            self._row(n, statistic_name(key[1:], self.plan))
+            for n, key in enumerate(layout.rows)
+            if key[0] == "statistic"
+        ]
+        return [*self._loads(), *statistics, *body, *found]
+
+    @staticmethod
+    def _row(row: int, value: str) -> str:
+        return f"row{row} = tl.where(exists, {value}, 0.0)"
+
+    def _losses(self) -> list[str]:
+        lines: list[str] = []
+        for n, loss in enumerate(self.plan.losses):
+            lines += [f"weight{n} = {self._weight(loss)}", f"loss{n} = 0.0"]
+            for part in loss.parts:
+                arguments = ", ".join(self._operand(operand) for operand in part.operands)
+                lines.append(f"result = {self._call(part.term)}({arguments})")
+                lines.append(f"loss{n} = loss{n} + tl.where(weight{n} != 0.0, weight{n} * result[0], 0.0)")
+        for n, key in enumerate(layout_of(self.plan).rows):
+            if key[0] == "loss":
+                lines.append(self._row(n, f"loss{key[1]}"))
+        return lines
 
     def _measures(self) -> list[str]:
-        plan, rows, lines = self.plan, layout_of(self.plan).rows, []
-        for i, loss in enumerate(plan.losses):
+        rows, lines = layout_of(self.plan).rows, []
+        for i, loss in enumerate(self.plan.losses):
             for m, measurement in enumerate(loss.measurements):
                 wanted = [(row, key) for row, key in enumerate(rows) if key[:3] in _rows_of_measure(i, m)]
                 if not wanted:
@@ -298,19 +335,12 @@ class RowCode:
                     if kind == "product":
                         weight = f"outputs[{measurement.outputs[o].weight}]"
                         value = f"tl.where({weight} == 0.0, 0.0, {weight} * {value})"
-                    lines.append(_store_row(row, value))
-        for row, key in enumerate(rows):
-            if key[0] == "statistic":
-                lines.append(_store_row(row, statistic_name(key[1:], plan)))
+                    lines.append(self._row(row, value))
         return lines
 
 
 def _rows_of_measure(loss: int, measurement: int) -> tuple[tuple[Any, ...], ...]:
     return (("output", loss, measurement), ("product", loss, measurement))
-
-
-def _store_row(row: int, value: str) -> str:
-    return f"tl.store(rows + {row} * count_rows + row, tl.where(valid_row, {value}, 0.0))"
 
 
 def statistic_name(key: tuple[Any, ...], plan: Plan) -> str:
