@@ -127,6 +127,25 @@ def check_pairs(pairs: Any) -> None:
         raise TypeError(f"preference_pairs: must be integer, got {describe(pairs)}")
 
 
+GRAD_SCALE = Rule("grad_scale", "multiplies the gradient", 1.0)
+
+
+def check_gradient(logits: Any, grad_scale: Any, out: Any, accumulate: bool) -> None:
+    """The arguments that ``monolithic_loss_and_grad`` has beside the loss's."""
+    GRAD_SCALE.check(grad_scale, "")
+    if out is None:
+        if accumulate:
+            raise ValueError("accumulate: needs out, the array that the gradient is added to")
+        return
+    if not hasattr(out, "shape") or not hasattr(out, "dtype"):
+        raise TypeError(f"out: must be an array of the logits' shape, got {type(out).__name__}")
+    shape = tuple(getattr(logits, "shape", ()))
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out: must have the logits' shape {shape}, got {describe(out)}")
+    if dtype_name(out) not in FLOATS:
+        raise TypeError(f"out: must be one of {', '.join(FLOATS)}, got {describe(out)}")
+
+
 def check_count(name: str, count: Any) -> None:
     if count is not None:
         Rule(name, "", None, minimum=0.0).check(count, "")
@@ -184,9 +203,7 @@ def range_fault(
     return None
 
 
-def check_ranges(
-    labels: Any, mask: Any, segment_ids: Any, pairs: Any, vocab_size: int, num_segments: int
-) -> None:
+def check_ranges(labels: Any, mask: Any, segment_ids: Any, pairs: Any, vocab_size: int, num_segments: int) -> None:
     """Refuses what ``range_fault`` finds."""
     fault = range_fault(labels, mask, segment_ids, pairs, vocab_size, num_segments)
     if fault is not None:

@@ -70,7 +70,8 @@ def monolithic_loss(
 
     The arguments are those of ``duohead_torch.monolithic_loss``. ``implementation`` is ``auto``, ``triton``, ``xla`` or
     ``per_loss``; ``vocab_axis`` and ``sequence_axis`` name the ``shard_map`` or ``pmap`` axis over which the vocabulary
-    or the sequences are split. Composes with ``jit``, ``vmap``, ``scan``, ``remat`` and ``value_and_grad(has_aux=True)``.
+    or the sequences are split. Composes with ``jit``, ``vmap``, ``scan``, ``remat`` and
+    ``value_and_grad(has_aux=True)``.
 
     Returns:
         ``(loss, aux)``: Σ weight · reduced value, differentiable with respect to ``logits`` alone, and a detached
@@ -134,10 +135,7 @@ def monolithic_loss_and_grad(
     >>> grad.tolist()
     [[-0.5, 0.5]]
     """
-    if accumulate and out is None:
-        raise ValueError("accumulate: needs out, the array that the gradient is added to")
-    if out is not None and out.shape != logits.shape:
-        raise ValueError(f"out: must have the logits' shape {logits.shape}, got {checks.describe(out)}")
+    checks.check_gradient(logits, grad_scale, out, accumulate)
     arguments = dict(locals())
     for name in ("grad_scale", "out", "accumulate"):
         arguments.pop(name)
@@ -164,8 +162,8 @@ def token_statistics(
 ) -> TokenStatistics:
     """Differentiable per-token statistics of one softmax, for a loss of the user's own.
 
-    ``statistics``: among ``logprob, lse, entropy, mean_logprob, teacher_cross_entropy, forward_kl, reverse_kl, jsd``, in
-    nats; the backward of any function of them is one write of the logits' gradient. Masked rows give 0.
+    ``statistics``: among ``logprob, lse, entropy, mean_logprob, teacher_cross_entropy, forward_kl, reverse_kl, jsd``,
+    in nats; the backward of any function of them is one write of the logits' gradient. Masked rows give 0.
 
     >>> import jax.numpy as jnp
     >>> found = token_statistics(jnp.zeros((1, 4)), jnp.array([0]))

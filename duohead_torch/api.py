@@ -126,9 +126,8 @@ def monolithic_loss(
     >>> import torch
     >>> from duohead import CrossEntropy, ZLoss
     >>> logits = torch.zeros(2, 4, requires_grad=True)
-    >>> loss, aux = monolithic_loss(
-    ...     logits, {"ce": CrossEntropy(), "z": ZLoss(weight=0.1)}, labels=torch.tensor([1, -100]), implementation="eager"
-    ... )
+    >>> losses = {"ce": CrossEntropy(), "z": ZLoss(weight=0.1)}
+    >>> loss, aux = monolithic_loss(logits, losses, labels=torch.tensor([1, -100]), implementation="eager")
     >>> loss.backward()
     >>> logits.grad[1].tolist()
     [0.0, 0.0, 0.0, 0.0]
@@ -190,12 +189,13 @@ def monolithic_loss_and_grad(
     >>> grad.tolist()
     [[-0.5, 0.5]]
     """
-    if accumulate and out is None:
-        raise ValueError("accumulate: needs out, the tensor that the gradient is added to")
+    checks.check_gradient(logits, grad_scale, out, accumulate)
     if accumulate and out is logits:
         raise ValueError("accumulate: out is the logits themselves, there is no gradient to add to")
-    if out is not None and (out.shape != logits.shape or out.device != logits.device):
-        raise ValueError(f"out: must have the logits' shape and device, got {checks.describe(out)} on {out.device}")
+    if out is not None and not isinstance(out, torch.Tensor):
+        raise TypeError(f"out: must be a torch tensor, got {type(out).__module__}.{type(out).__name__}")
+    if out is not None and out.device != logits.device:
+        raise ValueError(f"out: must be on the logits' device {logits.device}, got {out.device}")
     arguments = dict(locals())
     for name in ("grad_scale", "out", "accumulate"):
         arguments.pop(name)
