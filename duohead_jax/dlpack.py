@@ -39,7 +39,7 @@ def from_torch(tensor: Any) -> jax.Array:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise TypeError(f"tensor: must be one of {', '.join(DTYPES)}, got {dtype}")
-    if dtype in WIDE and not jax.config.jax_enable_x64:
+    if dtype in WIDE and not jax.config.read("jax_enable_x64"):
         raise TypeError(f"tensor: JAX holds no {dtype} unless jax_enable_x64 is set; pass {WIDE[dtype]}, which copies")
     if tensor.requires_grad:
         raise ValueError("tensor: requires gradient, which JAX does not carry on; pass tensor.detach()")
