@@ -80,7 +80,9 @@ def check_axis(argument: str, axis: Any) -> None:
 
 
 def _varying(array: jax.Array) -> frozenset[str]:
-    return getattr(jax.typeof(array), "vma", frozenset())
+    """The manual axes along which shard_map's types let the array differ; none under pmap."""
+    kind: Any = jax.typeof(array)
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
 
 
 def _all_gather(rows: jax.Array, axis: str) -> jax.Array:

@@ -63,10 +63,13 @@ def random_losses(seed: int) -> dict[str, Any]:
 def random_inputs(seed: int, tokens: tuple[int, ...] = TOKENS, vocab: int = VOCAB) -> dict[str, Any]:
     """Inputs for any losses: ignored tokens, masked rows of NaN, a −inf column, an empty segment, a padded pair."""
     r = np.random.default_rng(seed)
-    logits = r.normal(size=(*tokens, vocab)) * 3
+    logits = r.normal(size=(*tokens, vocab)) * 1.5
     labels = r.integers(0, vocab, tokens)
     flat_labels, flat_logits = labels.reshape(-1), logits.reshape(-1, vocab)
+    lse = np.log(np.exp(logits).sum(-1))
     flat_labels[:vocab] = np.arange(vocab)[: flat_labels.size]  # a label in every column
+    # Near the policy's own: a ratio multiplies the rounding of a log-probability by itself.
+    logprobs = np.take_along_axis(logits, labels[..., None], -1)[..., 0] - lse
     flat_labels[vocab + 1 :: 5] = -100
     mask = r.uniform(size=tokens) > 0.1
     flat_logits[~mask.reshape(-1)] = np.nan
@@ -82,8 +85,8 @@ def random_inputs(seed: int, tokens: tuple[int, ...] = TOKENS, vocab: int = VOCA
         "num_segments": SEGMENTS,
         "teacher_logits": {"teacher": r.normal(size=(*tokens, vocab)) * 2},
         "advantages": r.normal(size=tokens),
-        "old_logprobs": -np.abs(r.normal(size=tokens)) - 1.5,
-        "ref_logprobs": -np.abs(r.normal(size=tokens)) - 1.5,
+        "old_logprobs": np.minimum(logprobs + 0.4 * r.normal(size=tokens), -1e-3),
+        "ref_logprobs": np.minimum(logprobs + 0.4 * r.normal(size=tokens), -1e-3),
         "preference_pairs": np.array([[0, 1], [3, 2], [5, -1]]),
         "metrics": ("entropy", "accuracy", "perplexity", "mean_logprob", "num_tokens"),
         "tokens": ("logprobs", "entropy", "lse"),
