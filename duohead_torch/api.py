@@ -132,7 +132,33 @@ def monolithic_loss(
     >>> logits.grad[1].tolist()
     [0.0, 0.0, 0.0, 0.0]
     """
-    call = _prepare(locals())
+    call = _prepare(
+        logits,
+        losses=losses,
+        labels=labels,
+        mask=mask,
+        teacher_logits=teacher_logits,
+        advantages=advantages,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        importance_weights=importance_weights,
+        segment_ids=segment_ids,
+        preference_pairs=preference_pairs,
+        num_segments=num_segments,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        num_pairs=num_pairs,
+        logits_scale_factor=logits_scale_factor,
+        final_logit_softcap=final_logit_softcap,
+        vocab_size=vocab_size,
+        metrics=metrics,
+        tokens=tokens,
+        implementation=implementation,
+        vocab_group=vocab_group,
+        vocab_start=vocab_start,
+        sequence_group=sequence_group,
+        validate=validate,
+    )
     differentiable = logits.requires_grad and torch.is_grad_enabled()
     # A kernel that reads once writes the gradient in the same launch; backward then only hands it over.
     early = differentiable and not overwrite_logits and call.runner.gives_gradient(call.jobs, call.setting)
@@ -196,25 +222,52 @@ def monolithic_loss_and_grad(
         raise TypeError(f"out: must be a torch tensor, got {type(out).__module__}.{type(out).__name__}")
     if out is not None and out.device != logits.device:
         raise ValueError(f"out: must be on the logits' device {logits.device}, got {out.device}")
-    arguments = dict(locals())
-    for name in ("grad_scale", "out", "accumulate"):
-        arguments.pop(name)
     with torch.no_grad():
-        call = _prepare(arguments)
+        call = _prepare(
+            logits,
+            losses=losses,
+            labels=labels,
+            mask=mask,
+            teacher_logits=teacher_logits,
+            advantages=advantages,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+            importance_weights=importance_weights,
+            segment_ids=segment_ids,
+            preference_pairs=preference_pairs,
+            num_segments=num_segments,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            num_pairs=num_pairs,
+            logits_scale_factor=logits_scale_factor,
+            final_logit_softcap=final_logit_softcap,
+            vocab_size=vocab_size,
+            metrics=metrics,
+            tokens=tokens,
+            implementation=implementation,
+            vocab_group=vocab_group,
+            vocab_start=vocab_start,
+            sequence_group=sequence_group,
+            validate=validate,
+        )
         upstream = hyper_tensors((grad_scale,), call.logits)[0]
         evaluations, gradient = _evaluate_with_gradient(call, upstream, local(out), accumulate)
         loss, aux = _joined(evaluations)
     return ResultAndGrad(Result(loss, aux), call.layout.wrap(gradient))
 
 
-def _prepare(arguments: dict[str, Any]) -> _Call:
+def _prepare(
+    logits: torch.Tensor,
+    *,
+    vocab_group: Any,
+    vocab_start: int | None,
+    sequence_group: Any,
+    validate: bool,
+    **arguments: Any,
+) -> _Call:
     """Checks a call's arguments and makes its passes."""
     if not torch.compiler.is_compiling():
-        refuse_foreign(arguments, "a torch tensor", (*JAX, "numpy"))
-    logits = arguments.pop("logits")
-    vocab_group, vocab_start = arguments.pop("vocab_group"), arguments.pop("vocab_start")
-    sequence_group, validate = arguments.pop("sequence_group"), arguments.pop("validate")
-    arguments.pop("overwrite_logits", None)
+        refuse_foreign({"logits": logits, **arguments}, "a torch tensor", (*JAX, "numpy"))
     if arguments["implementation"] not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation: got {arguments['implementation']!r}; valid: {', '.join(IMPLEMENTATIONS)}"
