@@ -794,6 +794,20 @@ def dtensor_compiled(env: Rank) -> None:
     compare("weight", shard.grad.full_tensor(), whole.grad, 1e-6)
 
 
+# --- the kernel in Triton's interpreter --------------------------------------------------------------------------
+
+
+@check(3)
+def triton_interpreted(env: Rank) -> None:
+    """Statistics launch, collective, write launch: the same merge, an empty shard among them."""
+    losses = {name: all_losses()[name] for name in ("ce", "z", "h", "cross", "forward", "reverse", "rl", "seq", "dpo")}
+    inputs = random_inputs(51, tokens=(2, 6))
+    for dtype, layout in (("float32", "uneven"), ("float32", "padded"), ("bfloat16", "short")):
+        against_unsharded(env, losses, inputs, dtype, layout, 6, implementation="triton")
+    halves = {"half": jsd_losses()["half"]}
+    against_unsharded(env, halves, inputs, "float32", "short", implementation="triton")
+
+
 def main(rank: int, ranks: int, rendezvous: str, results: str, only: str | None = None) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
