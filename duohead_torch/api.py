@@ -18,7 +18,7 @@ from duohead.spec import HeadSpec
 from duohead.statistics import Inputs
 from duohead_torch.autograd import attach
 from duohead_torch.compiled import pick_runner
-from duohead_torch.hyper import hyper_tensors
+from duohead_torch.hyper import hyper_tensors, symbolic_scale
 from duohead_torch.runner import Job, Setting, Written
 from duohead_torch.vocab_parallel import (
     CheckedShards,
@@ -282,6 +282,7 @@ def _prepare(
     if layout.vocab is None:
         checks.check_vocab(logits, checked.vocab_size)
     _check_devices(checked, logits)
+    checked = checked._replace(logits_scale_factor=symbolic_scale(checked.logits_scale_factor, logits))
     setting = make_setting(layout, logits.shape[-1], _collectives(checked, logits, layout, split, validate))
     valid = _valid(checked, logits)
     jobs = tuple(

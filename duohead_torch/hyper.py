@@ -22,6 +22,17 @@ def hyper_tensors(values: Sequence[Any], logits: torch.Tensor) -> tuple[torch.Te
     return _cached(tuple(float(value) for value in values), dtype, logits.device)
 
 
+def symbolic_scale(value: Any, logits: torch.Tensor) -> Any:
+    """The head's scale, under torch.compile as a tensor.
+
+    What the plan multiplies and divides by it is then tensor arithmetic: torch 2.11 makes a constant of a number that
+    another one is divided by.
+    """
+    if not torch.compiler.is_compiling():
+        return value
+    return _scalar(value, torch.zeros((), dtype=torch.float64, device=logits.device))
+
+
 def _scalar(value: Any, zero: torch.Tensor) -> torch.Tensor:
     return value.detach() + zero if isinstance(value, torch.Tensor) else zero + value
 

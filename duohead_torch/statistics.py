@@ -20,7 +20,7 @@ from duohead.token_statistics import (
 )
 from duohead_torch import namespace
 from duohead_torch.autograd import refuse_second_derivative
-from duohead_torch.hyper import hyper_tensors
+from duohead_torch.hyper import hyper_tensors, symbolic_scale
 from duohead_torch.runner import Setting
 from duohead_torch.trees import flatten, rebuild, structure
 from duohead_torch.vocab_parallel import Shards, check_same_layout, find_layout, local, make_setting
@@ -117,6 +117,7 @@ def token_statistics(
     teachers = checks.by_name("teacher_logits", teacher_logits, ["teacher"])
     for model, array in teachers.items():
         checks.check_teacher(model, array, logits)
+    checks.check_scale(logits_scale_factor, final_logit_softcap)
     wanted, hyper = plan_statistics(
         statistics,
         has_labels=labels is not None,
@@ -124,7 +125,7 @@ def token_statistics(
         temperature=temperature,
         student_temperature=student_temperature,
         jsd_beta=jsd_beta,
-        logits_scale_factor=logits_scale_factor,
+        logits_scale_factor=symbolic_scale(logits_scale_factor, logits),
         final_logit_softcap=final_logit_softcap,
     )
     shards = None if layout.vocab is None else Shards(layout.vocab, None, layout.start, layout.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -378,6 +379,6 @@ def test_the_default_setting_without_float64() -> None:
         capture_output=True,
         text=True,
         check=False,
-        env={"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"},
+        env={**os.environ, "JAX_ENABLE_X64": "0", "PYTHONPATH": str(Path(__file__).parent.parent)},
     )
     assert done.stdout.strip() == "right", done.stderr
