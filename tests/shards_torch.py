@@ -90,14 +90,16 @@ class Split:
         return torch.cat([piece[..., : end - begin] for begin, end, piece in pieces], -1)
 
 
-def compare(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float, ulp: float = 0.0) -> None:
-    """Equal infinities and NaN; else within the tolerance, relative to the largest expected value or 1."""
+def compare(
+    name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float, ulp: float = 0.0, least: float = 1.0
+) -> None:
+    """Equal infinities and NaN; else within the tolerance, relative to the largest expected value or ``least``."""
     found, expected = found.detach().double(), expected.detach().double()
     assert found.shape == expected.shape, f"{name}: {found.shape} is not {expected.shape}"
     finite = torch.isfinite(expected)
     same = torch.equal(torch.nan_to_num(found[~finite]), torch.nan_to_num(expected[~finite]))
     assert same, f"{name}: got {found[~finite]}, expected {expected[~finite]}"
-    scale = torch.clamp(expected[finite].abs().max(), min=1.0) if finite.any() else 1.0
+    scale = torch.clamp(expected[finite].abs().max(), min=least) if finite.any() else least
     wrong = (found[finite] - expected[finite]).abs() - ulp * expected[finite].abs()
     worst = float(wrong.max()) if wrong.numel() else 0.0
     assert worst <= tolerance * float(scale), f"{name}: off by {worst:.3g} at a scale of {float(scale):.3g}"
@@ -111,6 +113,9 @@ def compare_results(found: Any, expected: Any, tolerance: float) -> None:
         for name, value in wanted.items():
             if name.endswith("perplexity"):  # exp multiplies an error by its argument: the mean itself is compared
                 compare(name, items[name].log(), value.log(), tolerance)
+            elif name.endswith("/margin"):  # a difference has the rounding of what it subtracts
+                sides = [wanted[name.replace("margin", f"rewards_{side}")] for side in ("chosen", "rejected")]
+                compare(name, items[name], value, tolerance, least=max(1.0, *(abs(float(side)) for side in sides)))
             else:
                 compare(name, items[name], value, tolerance)
 
