@@ -59,9 +59,7 @@ def _bind(
         )
     # No __name__ among the globals: Dynamo would take the copy for a function of that module.
     new_globals: dict[str, Any] = {"__builtins__": builtins, **extra}
-    copy = types.FunctionType(
-        function.__code__, new_globals, function.__name__, function.__defaults__
-    )
+    copy = types.FunctionType(function.__code__, new_globals, function.__name__, function.__defaults__)
     # Triton names callees by their qualified name, so that of a copy must be its origin's and unique.
     copy.__qualname__ = where_it_is.replace(".", "_")
     copy.__module__ = function.__module__

@@ -114,9 +114,7 @@ def evaluate(
     sweeps: Sweeps | None = None,
 ) -> Evaluation:
     """Everything but the write."""
-    statistics, normalisers = statistics_of(
-        xp, plan, hyper, logits, inputs, columns, collectives, split_vocab, sweeps
-    )
+    statistics, normalisers = statistics_of(xp, plan, hyper, logits, inputs, columns, collectives, split_vocab, sweeps)
     result = seam(
         xp,
         plan,

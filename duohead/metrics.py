@@ -81,9 +81,7 @@ def combine(parts: Sequence[Mapping[str, Part]]) -> dict[str, Part]:
     joined = dict(parts[0])
     for other in parts[1:]:
         if set(other) != set(joined):
-            raise ValueError(
-                f"parts: all must hold the same metrics, got {sorted(joined)} and {sorted(other)}"
-            )
+            raise ValueError(f"parts: all must hold the same metrics, got {sorted(joined)} and {sorted(other)}")
         for name, part in other.items():
             joined[name] = _join(joined[name], part)
     return joined

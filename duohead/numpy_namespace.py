@@ -93,7 +93,7 @@ def take(array: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 def segment_sum(values: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:
     out = np.zeros((values.shape[0], count), values.dtype)
-    np.add.at(out, (slice(None), ids), values)
+    np.add.at(out, (slice(None), ids), values)  # type: ignore[arg-type]
     return out
 
 

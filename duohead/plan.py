@@ -59,7 +59,7 @@ class Operand(NamedTuple):
 
     source: str
     name: str
-    index: int
+    index: int  # type: ignore[assignment]  # a field of this name hides tuple.index, which nothing calls
     beta: int = -1
 
 
@@ -220,11 +220,7 @@ class Planner:
     def teacher(self, name: str, factor: Number, temperature: Number) -> int:
         value = self.head_scale * factor / temperature
         for i, (known, known_factor, known_temperature) in enumerate(self.teacher_keys):
-            if (
-                known == name
-                and same_number(known_factor, factor)
-                and same_number(known_temperature, temperature)
-            ):
+            if known == name and same_number(known_factor, factor) and same_number(known_temperature, temperature):
                 self.join(self.teachers[i].scale, value)
                 return i
         self.teacher_keys.append((name, factor, temperature))
@@ -298,9 +294,7 @@ class Planner:
             return Operand("input", operand, self.input(operand, name, loss))
         if operand in TEACHER_STATISTICS:
             beta = values.get("jsd_beta", -1)
-            return Operand(
-                "statistic", operand, self.pairing(loss, operand, beta), beta if operand == "jsd" else -1
-            )
+            return Operand("statistic", operand, self.pairing(loss, operand, beta), beta if operand == "jsd" else -1)
         side = pair_quantity(operand)
         if side is not None:
             return self._quantity(side[0], side[1], name, loss)
@@ -350,9 +344,7 @@ class Planner:
             operands = self.resolve(part.term.operands, slots, name, loss)
             wanted = part.term.differentiable
             differentiable = tuple(
-                operand
-                for parameter, operand in zip(part.term.operands, operands, strict=True)
-                if parameter in wanted
+                operand for parameter, operand in zip(part.term.operands, operands, strict=True) if parameter in wanted
             )
             parts.append(PlannedPart(part.term, part.term.kind, operands, differentiable))
         return PlannedLoss(
@@ -400,9 +392,7 @@ class Planner:
     def resolve(
         self, operands: Mapping[str, str], slots: Mapping[str, int], name: str, loss: Loss
     ) -> tuple[Operand, ...]:
-        return tuple(
-            self.operand(operand, slots, parameter, name, loss) for parameter, operand in operands.items()
-        )
+        return tuple(self.operand(operand, slots, parameter, name, loss) for parameter, operand in operands.items())
 
 
 def make_plan(
@@ -430,7 +420,5 @@ def make_plan(
         *(_TOKEN_STATISTICS[token] for token in tokens),
     ):
         head = planner.softmax((1.0, 1.0), statistic)
-    counts = tuple(
-        -1 if count is None else planner.slot(count) for count in (num_tokens, num_sequences, num_pairs)
-    )
+    counts = tuple(-1 if count is None else planner.slot(count) for count in (num_tokens, num_sequences, num_pairs))
     return planner.plan(planned, head, head_metrics, tokens, counts), planner.hyper

@@ -188,9 +188,7 @@ def remembered_plan(losses: Mapping[str, Loss], given: Given, **settings: Any) -
     return found
 
 
-def make_pass(
-    arguments: Arguments, losses: Mapping[str, Loss], with_head: bool = True, remember: bool = False
-) -> Pass:
+def make_pass(arguments: Arguments, losses: Mapping[str, Loss], with_head: bool = True, remember: bool = False) -> Pass:
     """The pass over some of the call's losses; ``with_head``: also over the head's metrics and token outputs."""
     present = {
         **arguments.inputs,

@@ -291,15 +291,15 @@ def _token_weights(call: _Call, name: str, loss: Loss) -> dict[int, float]:
     """Every valid token's weight in the reduced loss."""
     reduction = loss.get("reduction", "token_mean")
     if reduction == "token_mean":
-        return {t: 1.0 / max(call.num_tokens, 1) for t in call.rows}
+        return dict.fromkeys(call.rows, 1.0 / max(call.num_tokens, 1))
     if reduction == "sum":
-        return {t: 1.0 for t in call.rows}
+        return dict.fromkeys(call.rows, 1.0)
     if reduction == "constant":
         denominator = _require(loss.get("denominator"), "a denominator", name)
-        return {t: 1.0 / denominator for t in call.rows}
+        return dict.fromkeys(call.rows, 1.0 / denominator)
     if reduction not in ("sequence_mean_token_mean", "sequence_mean_token_sum"):
         raise ValueError(f"unknown reduction {reduction!r}")
-    weights = {t: 0.0 for t in call.rows}  # a token outside any segment keeps 0
+    weights = dict.fromkeys(call.rows, 0.0)  # a token outside any segment keeps 0
     for tokens in _require(call.segments, "segment_ids", name).values():
         for t in tokens:
             length = len(tokens) if reduction == "sequence_mean_token_mean" else 1
@@ -328,7 +328,7 @@ def _kl_term(
 ) -> tuple[float, dict[int, float]]:
     """beta times the reduced KL to the reference, over every valid token, and its derivatives."""
     beta = loss.get("beta", 0.0)
-    total, d_lp = 0.0, {t: 0.0 for t in call.rows}
+    total, d_lp = 0.0, dict.fromkeys(call.rows, 0.0)
     if beta > 0.0:
         ref = _require(ref, "ref_logprobs", name)
         for t, weight in _token_weights(call, name, loss).items():
@@ -361,8 +361,8 @@ def _gspo(call: _Call, name: str, loss: Loss, rows: dict[int, _Row], lp: dict[in
     segments = _require(call.segments, "segment_ids", name)
     weights = _token_weights(call, name, loss)
     total, d_lp = _kl_term(call, name, loss, lp, ref)
-    carried_log_ratio = {t: 0.0 for t in call.rows}
-    carried_advantage = {t: 0.0 for t in call.rows}
+    carried_log_ratio = dict.fromkeys(call.rows, 0.0)
+    carried_advantage = dict.fromkeys(call.rows, 0.0)
     for tokens in segments.values():
         log_ratio = _mean([lp[t] - old[t] for t in tokens])
         advantage = _mean([advantages[t] for t in tokens])
@@ -388,7 +388,7 @@ def _preference(
     segments = _require(call.segments, "segment_ids", name)
     pairs = _require(call.pairs, "preference_pairs", name)
     weight = _item_weight(name, loss, call.num_pairs) if call.rows else 0.0  # no valid token: 0
-    total, d_lp = 0.0, {t: 0.0 for t in call.rows}
+    total, d_lp = 0.0, dict.fromkeys(call.rows, 0.0)
     chosen_rewards, rejected_rewards = [], []
     for chosen_id, rejected_id in pairs:
         chosen, rejected = segments.get(chosen_id, []), segments.get(rejected_id, [])
@@ -445,7 +445,7 @@ def _kto(call: _Call, name: str, loss: Loss, rows: dict[int, _Row], lp: dict[int
     beta, point = loss.get("beta", 0.1), loss.get("reference_point", 0.0)
     advantages = _require(call.advantages, "advantages", name)
     weight = _item_weight(name, loss, call.num_sequences)
-    total, d_lp = 0.0, {t: 0.0 for t in call.rows}
+    total, d_lp = 0.0, dict.fromkeys(call.rows, 0.0)
     desirable_rewards, undesirable_rewards = [], []
     for tokens in _require(call.segments, "segment_ids", name).values():
         advantage = _mean([advantages[t] for t in tokens])

@@ -115,9 +115,7 @@ def _shifted(xp: Any, x: Array) -> tuple[Array, Array, Array]:
     return top, relative, xp.exp(relative)
 
 
-def read(
-    xp: Any, plan: Plan, hyper: Sequence[Array], logits: Array, inputs: Inputs, columns: Columns
-) -> list[Array]:
+def read(xp: Any, plan: Plan, hyper: Sequence[Array], logits: Array, inputs: Inputs, columns: Columns) -> list[Array]:
     """The partial rows ``rows_of(plan)``: the only read of the logits that any set of losses needs."""
     scaled, _ = _scaled(xp, plan, hyper, logits, inputs, columns)
     found: dict[tuple[str, int], Array] = {}
@@ -156,9 +154,7 @@ def read(
     return [found[row] for row in rows_of(plan)]
 
 
-def merge(
-    xp: Any, plan: Plan, packed: Array, labels: Array | None, starts: Array, ends: Array
-) -> list[Array]:
+def merge(xp: Any, plan: Plan, packed: Array, labels: Array | None, starts: Array, ends: Array) -> list[Array]:
     """The rows of the whole vocabulary from the shards' rows ``packed [shards, rows, *tokens]``.
 
     ``starts`` and ``ends`` ``[shards]`` say which columns each shard holds: a label's logit counts only from the
@@ -273,12 +269,8 @@ def _log_mixture(xp: Any, beta: Array, log_q_over_p: Array) -> tuple[Array, Arra
     )
 
 
-def _log_probabilities(
-    xp: Any, scaled: Sequence[Array], normalisers: Sequence[tuple[Array, Array]]
-) -> list[Array]:
-    return [
-        (x - top[..., None]) - log_sum[..., None] for x, (top, log_sum) in zip(scaled, normalisers, strict=True)
-    ]
+def _log_probabilities(xp: Any, scaled: Sequence[Array], normalisers: Sequence[tuple[Array, Array]]) -> list[Array]:
+    return [(x - top[..., None]) - log_sum[..., None] for x, (top, log_sum) in zip(scaled, normalisers, strict=True)]
 
 
 def read_jsd(
@@ -293,9 +285,7 @@ def read_jsd(
     """The second sweep that JSD needs: per β of each pairing the rows (value, Σ p·log p/M); shards add them."""
     scaled, _ = _scaled(xp, plan, hyper, logits, inputs, columns)
     students = _log_probabilities(xp, scaled, normalisers.softmax)
-    teachers = _log_probabilities(
-        xp, _teachers(xp, plan, hyper, logits, inputs, columns), normalisers.teacher
-    )
+    teachers = _log_probabilities(xp, _teachers(xp, plan, hyper, logits, inputs, columns), normalisers.teacher)
     rows = []
     for pairing in plan.pairings:
         log_p, log_q = students[pairing.softmax], teachers[pairing.teacher]
@@ -394,9 +384,7 @@ def write(
     """The combined gradient in the compute dtype: the only array of the logits' size that is ever made."""
     scaled, bend = _scaled(xp, plan, hyper, logits, inputs, columns)
     students = _log_probabilities(xp, scaled, normalisers.softmax)
-    teachers = _log_probabilities(
-        xp, _teachers(xp, plan, hyper, logits, inputs, columns), normalisers.teacher
-    )
+    teachers = _log_probabilities(xp, _teachers(xp, plan, hyper, logits, inputs, columns), normalisers.teacher)
     total: Any = 0.0
     for i, softmax in enumerate(plan.softmaxes):
         a, b, e, u = (value[..., None] for value in coefficients.softmax[i])

@@ -87,9 +87,7 @@ class Term(Bound):
         self.differentiable = tuple(
             parameter for parameter, operand in self.operands.items() if is_differentiable(operand)
         )
-        self.hyperparameters = tuple(
-            parameter for parameter, operand in self.operands.items() if not _is_data(operand)
-        )
+        self.hyperparameters = tuple(parameter for parameter, operand in self.operands.items() if not _is_data(operand))
         self.has_derivatives = self._probe()
 
     def _probe(self) -> bool:
@@ -98,7 +96,9 @@ class Term(Bound):
         with np.errstate(all="ignore"):
             result = self.bound["numpy"](*arguments)
         if result is None:
-            raise TypeError(f"term {self.name} returns nothing: it should return its value, or (value, derivatives ...)")
+            raise TypeError(
+                f"term {self.name} returns nothing: it should return its value, or (value, derivatives ...)"
+            )
         if not isinstance(result, tuple):
             return False
         if len(result) != 1 + len(self.differentiable):

@@ -94,9 +94,7 @@ def evaluate_statistics(
     split_vocab: bool = False,
 ) -> tuple[list[Array], Statistics, Normalisers]:
     """The values asked for (0 on masked rows), and what ``fold_statistics`` needs."""
-    statistics, normalisers = statistics_of(
-        xp, wanted.plan, hyper, logits, inputs, columns, collectives, split_vocab
-    )
+    statistics, normalisers = statistics_of(xp, wanted.plan, hyper, logits, inputs, columns, collectives, split_vocab)
     values = []
     for key in wanted.keys:
         value = statistics[key]

@@ -32,7 +32,7 @@ def _unflatten(cls: type) -> Any:
     def build(structure: Any, children: Any) -> Any:
         names, static = structure
         # Past the checks of __init__: a leaf may be a tracer, a sentinel or a sharding.
-        made = object.__new__(cls)
+        made: Any = object.__new__(cls)
         for name, value in (*static, *zip(names, children, strict=True)):
             object.__setattr__(made, name, value)
         return made

@@ -183,9 +183,7 @@ def _statistics_backward(static: StatisticsStatic, residuals: Any, cotangents: A
     logits, arrays, keyed, normalisers = residuals
     columns = Columns(static.axes.start(logits.shape[-1]), static.size, static.padded)
     inputs = inputs_of(arrays, 0)
-    coefficients = fold_statistics(
-        namespace, static.wanted, arrays.hyper, keyed.as_dict(), inputs, columns, cotangents
-    )
+    coefficients = fold_statistics(namespace, static.wanted, arrays.hyper, keyed.as_dict(), inputs, columns, cotangents)
     gradient = engine.write(
         namespace, static.wanted.plan, arrays.hyper, logits, inputs, columns, normalisers, coefficients
     )

@@ -269,9 +269,7 @@ def _prepare(
     if not torch.compiler.is_compiling():
         refuse_foreign({"logits": logits, **arguments}, "a torch tensor", (*JAX, "numpy"))
     if arguments["implementation"] not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation: got {arguments['implementation']!r}; valid: {', '.join(IMPLEMENTATIONS)}"
-        )
+        raise ValueError(f"implementation: got {arguments['implementation']!r}; valid: {', '.join(IMPLEMENTATIONS)}")
     layout = find_layout(logits, vocab_group, vocab_start, _vocab_size(arguments))
     split = find_group("sequence_group", sequence_group)
     for model, array in _teachers(arguments["teacher_logits"]):

@@ -43,7 +43,8 @@ def compile_program(function: Callable[..., Any]) -> Callable[..., Any]:
     copy = types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
-    return torch.compile(copy, fullgraph=True)
+    # Without it each process picks its reductions by timing them, and ranks of one group could differ in the last bit.
+    return torch.compile(copy, fullgraph=True, options={"deterministic": True})
 
 
 def _count() -> Any:
@@ -79,9 +80,7 @@ class CompiledRunner:
     ) -> torch.Tensor:
         """The gradient in the logits' dtype, rounded once; ``out`` takes (or adds) it in place."""
         target = torch.empty_like(logits) if out is None else out
-        rest = tuple(
-            (item.job.hyper, item.job.inputs, item.normalisers, item.coefficients) for item in written
-        )
+        rest = tuple((item.job.hyper, item.job.inputs, item.normalisers, item.coefficients) for item in written)
         plans = tuple(item.job.plan for item in written)
         _gradient_program(plans, setting, accumulate)(logits, rest, upstream, target)
         return target

@@ -130,7 +130,9 @@ def value_and_derivatives(
             filled[position] = value
         return function(*filled)
 
-    value, pull = torch.func.vjp(of_positions, *[arguments[position] for position in positions])
+    value, pull = torch.func.vjp(  # type: ignore[misc]
+        of_positions, *[arguments[position] for position in positions]
+    )
     return value, pull(torch.ones_like(value))
 
 

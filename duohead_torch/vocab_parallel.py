@@ -177,7 +177,8 @@ def find_group(argument: str, group: Any) -> Group | None:
     if group is None:
         return None
     found = _process_group(argument, group)
-    rank, ranks = dist.get_rank(found), dist.get_world_size(found)
+    # The methods, not dist.get_rank: torch.compile knows them in every version.
+    rank, ranks = found.rank(), found.size()
     if rank < 0:
         raise ValueError(f"{argument}: this process (rank {dist.get_rank()}) is not a member of the group")
     return None if ranks == 1 else Group(found.group_name, rank, ranks)

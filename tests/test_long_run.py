@@ -1,9 +1,9 @@
 """2,000 steps with changing shapes, masks, weights and sets of losses: nothing grows.
 
 Shapes and sets come from a bounded list, as bucketed batches do; everything else changes each step. Stated bounds,
-after one round over all combinations: no new compiled program, no new trace, fewer than 200 more live Python objects, and
-less than 1 MB more allocated by Python. Caches of plans and of hyperparameters on the device hold at most 256 and 64
-entries; they are emptied before counting.
+after one round over all combinations: no new compiled program, no new trace, fewer than 200 more live Python objects,
+and less than 1 MB more allocated by Python. Caches of plans and of hyperparameters on the device hold at most 256 and
+64 entries; they are emptied before counting.
 """
 
 from __future__ import annotations

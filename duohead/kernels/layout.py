@@ -158,13 +158,9 @@ def layout_of(plan: Plan) -> Layout:
 
 def stored_statistics(plan: Plan) -> tuple[tuple[Any, ...], ...]:
     """The keys of the statistics that values, measures, metrics and token outputs need."""
-    operands = [
-        operand
-        for loss in plan.losses
-        for item in (*loss.parts, *loss.measurements)
-        for operand in item.operands
-        if operand.source == "statistic"
-    ]
+    given = [part.operands for loss in plan.losses for part in loss.parts]
+    given += [measurement.operands for loss in plan.losses for measurement in loss.measurements]
+    operands = [operand for some in given for operand in some if operand.source == "statistic"]
     head = [_HEAD[name][0].removeprefix("negative_") for name in plan.head_metrics if name != "num_tokens"]
     head += [_TOKENS[name] for name in plan.tokens]
     keys = [*(statistic_key(operand) for operand in operands), *((name, plan.head) for name in head)]

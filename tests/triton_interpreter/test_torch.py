@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -302,7 +303,7 @@ def test_vocabulary_shards(name: str, cuts: tuple[int, ...]) -> None:
     plan, hyper = _plan_and_hyper(logits, head, {**arrays, "vocab_size": size})
     valid = arrays["labels"] >= 0
     teachers = tuple(arrays.get("teacher_logits", {})[model] for model in plan.teacher_names)
-    ends = zip(cuts[:-1], cuts[1:], strict=True)
+    ends = itertools.pairwise(cuts)
     shards = [
         (
             logits[:, a:b],
