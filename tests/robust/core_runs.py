@@ -123,7 +123,7 @@ def run_core(
         )
         for part, given, columns in shards
     ]
-    gradient = xp.cast(xp.concatenate(written), logits.dtype)
+    gradient = xp.cast(xp.cast(xp.concatenate(written), logits.dtype), xp.compute_dtype(logits))
     return outcome(evaluation.loss, evaluation.aux, gradient)
 
 

@@ -23,7 +23,8 @@ def counted(record_property: Callable[[str, Any], None]) -> Iterator[dict[str, i
 
 def summary(reports: list[Any]) -> str | None:
     """The line for the end of a run; works with several workers, since properties travel with the reports."""
-    found = [value for report in reports for name, value in getattr(report, "user_properties", ()) if name == PROPERTY]
+    calls = [report for report in reports if getattr(report, "when", "") == "call"]
+    found = [value for report in calls for name, value in report.user_properties if name == PROPERTY]
     if not found:
         return None
     drawn, seconds = sum(n for n, _ in found), sum(s for _, s in found)
