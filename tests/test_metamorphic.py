@@ -14,32 +14,34 @@ from robust.core_runs import Outcome, Run
 from robust.implementations import FAST, SLOW
 
 CHOSEN = {**FAST, "jax_xla": SLOW["jax_xla"]}
-SEEDS = (1, 2)
 TOKENS, COLUMNS = 8, 7
+#: two batches each, and one where every operation is compiled first
+PARAMETERS = [(name, seed) for name in CHOSEN for seed in ((1,) if name.startswith("jax") else (1, 2))]
+#: the outcome of the unchanged inputs, computed once for each implementation and batch
+_before: dict[tuple[str, int], Outcome] = {}
 
 
-@pytest.fixture(params=list(CHOSEN))
-def run(request: pytest.FixtureRequest) -> Run:
-    return CHOSEN[request.param]
-
-
-@pytest.fixture(params=SEEDS)
-def given(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return everyday.inputs(request.param, TOKENS, COLUMNS)
-
-
-@pytest.fixture(scope="module")
-def plain() -> dict[Any, Outcome]:
-    """The outcome of the unchanged inputs, computed once for each implementation and seed."""
-    return {}
+@pytest.fixture(params=PARAMETERS, ids=lambda chosen: f"{chosen[0]}-{chosen[1]}")
+def chosen(request: pytest.FixtureRequest) -> tuple[str, int]:
+    found: tuple[str, int] = request.param
+    return found
 
 
 @pytest.fixture
-def before(run: Run, given: dict[str, Any], plain: dict[Any, Outcome], request: pytest.FixtureRequest) -> Outcome:
-    key = request.node.callspec.params["run"], request.node.callspec.params["given"]
-    if key not in plain:
-        plain[key] = run(everyday.head(), given, "float64")
-    return plain[key]
+def run(chosen: tuple[str, int]) -> Run:
+    return CHOSEN[chosen[0]]
+
+
+@pytest.fixture
+def given(chosen: tuple[str, int]) -> dict[str, Any]:
+    return everyday.inputs(chosen[1], TOKENS, COLUMNS)
+
+
+@pytest.fixture
+def before(run: Run, given: dict[str, Any], chosen: tuple[str, int]) -> Outcome:
+    if chosen not in _before:
+        _before[chosen] = run(everyday.head(), given, "float64")
+    return _before[chosen]
 
 
 def same(a: Any, b: Any) -> None:

@@ -7,34 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from robust.bounds import truth
-from robust.comparing import faults
-from robust.core_runs import compute_of
+from hypothesis import given
+from robust import quick_checks
+from robust.checking import steady, wrong
 from robust.counting import counted
-from robust.implementations import FAST, IMPLEMENTATIONS, TRITON
+from robust.implementations import FAST, SLOW
 from robust.strategies import Example, examples
 
 #: examples for each cheap implementation; ROBUST_EXAMPLES draws more
 EXAMPLES = int(os.environ.get("ROBUST_EXAMPLES", "150"))
 #: op by op, JAX compiles each operation once for each shape
 JAX_SHAPES = ((3, 2), (4, 5))
-
-
-def steady(count: int) -> Callable[[Any], Any]:
-    """The same examples in every run, kept nowhere."""
-    return settings(
-        max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
-    )
-
-
-def wrong(name: str, example: Example) -> list[str]:
-    """What one implementation gets wrong on one example."""
-    compute, dtype = compute_of(example.dtype), example.dtype
-    if name.startswith("numpy"):
-        compute = dtype = "float64"
-    outcome = IMPLEMENTATIONS[name](example.head, example.inputs, example.dtype)
-    return faults(outcome, truth(example.head, example.inputs, compute), dtype)
 
 
 @pytest.mark.parametrize("name", [name for name in FAST if not name.startswith("jax")])
@@ -64,15 +47,9 @@ def test_random_sets_jax(name: str, dtype: str, record_property: Callable[[str, 
         check()
 
 
-@pytest.mark.skipif(not TRITON, reason="the interpreter has a process of its own: TRITON_INTERPRET=1")
-def test_random_sets_triton(record_property: Callable[[str, Any], None]) -> None:
-    token_types = ("label", "z_loss", "entropy", "distillation", "grpo")
-    with counted(record_property) as counts:
-
-        @steady(EXAMPLES // 5)
-        @given(examples(types=token_types, dtypes=("float32", "bfloat16")))
-        def check(example: Example) -> None:
-            counts["drawn"] += 1
-            assert not wrong("torch_triton", example)
-
-        check()
+@pytest.mark.parametrize("name", list(SLOW))
+@pytest.mark.parametrize("example", ["hard float32", "capped bfloat16"])
+def test_compiled_programs(name: str, example: str) -> None:
+    """Every family of loss in one program, on a chosen few: each compiles for seconds."""
+    head, inputs, dtype = next(rest for title, *rest in quick_checks.examples() if title == example)
+    assert not wrong(name, Example(head, quick_checks.rounded(inputs, dtype), dtype))

@@ -14,7 +14,9 @@ pytest.importorskip("triton")
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.parametrize(("file", "least"), [("test_torch.py", 120), ("test_jax.py", 20), ("test_custom.py", 3)])
+@pytest.mark.parametrize(
+    ("file", "least"), [("test_torch.py", 120), ("test_jax.py", 20), ("test_custom.py", 3), ("test_robust.py", 2)]
+)
 def test_in_the_interpreter(file: str, least: int) -> None:
     command = [sys.executable, "-m", "pytest", str(TESTS / "triton_interpreter" / file), "-q", "-n", "0"]
     # NumPy warns where a GPU is silent: −∞ · scale overflows, and log 0 is −∞.
