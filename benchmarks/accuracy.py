@@ -166,8 +166,8 @@ dtype, duohead in float32. On an H200 the kernel's gradients were within one las
 ([performance.md](performance.md)).
 
 In half precision duohead's error is that one rounding in every table. In float32 the compiled path adds a row up in the
-order that torch's compiler chooses, as `F.cross_entropy` does, and loses with it two or three bits where p is near 1; the
-eager and XLA paths do not.
+order that torch's compiler chooses, as `F.cross_entropy` does, and loses with it two or three bits where p is near 1;
+the eager and XLA paths do not.
 
 """
 
