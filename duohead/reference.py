@@ -349,8 +349,9 @@ def _grpo(call: _Call, name: str, loss: Loss, rows: dict[int, _Row], lp: dict[in
         if weight:
             value, d = _policy(loss, lp[t], None if old is None else old[t], advantages[t])
             importance = 1.0 if call.importance_weights is None else call.importance_weights[t]
-            total += weight * importance * value
-            d_lp[t] += weight * importance * d
+            if importance:  # a weight of zero leaves nothing, not even of an infinite value
+                total += weight * importance * value
+                d_lp[t] += weight * importance * d
     log_ratios = None if old is None else {t: lp[t] - old[t] for t in call.rows}
     return total, d_lp, _policy_metrics(call, loss, rows, lp, log_ratios, advantages, ref)
 
@@ -371,9 +372,11 @@ def _gspo(call: _Call, name: str, loss: Loss, rows: dict[int, _Row], lp: dict[in
             importance = _mean([call.importance_weights[t] for t in tokens])
         value, d = _clip_surrogate(loss, _ratio(log_ratio), advantage)
         weight = sum(weights[t] for t in tokens)  # each token carries the sequence's value
-        total += weight * importance * value
+        if importance:
+            total += weight * importance * value
         for t in tokens:
-            d_lp[t] += weight * importance * d / len(tokens)
+            if importance:
+                d_lp[t] += weight * importance * d / len(tokens)
             carried_log_ratio[t] = log_ratio
             carried_advantage[t] = advantage
     return total, d_lp, _policy_metrics(call, loss, rows, lp, carried_log_ratio, carried_advantage, ref)
