@@ -188,9 +188,10 @@ dtype, duohead in float32. On an H200 the kernel's gradients were within one las
 ([performance.md](performance.md)).
 
 In half precision duohead's error is that one rounding in every table. In float32 it is that of the best of the others
-with one exception: on sharp logits torch eager and per_loss have ten times optax's error of the loss (5.6e-7) and half as
-much again of the gradient, still a sixth to an eighth of `F.cross_entropy`'s. Elsewhere sums over the vocabulary run as trees or cascades, or, where torch's compiler would make long chains of them on
-a CPU, in float64 (a chain, as in `F.cross_entropy`, loses ten times as much where p is near 1). Liger's cross-entropy,
+with one exception: on sharp logits torch eager and per_loss have ten times optax's error of the loss (5.6e-7) and half
+as much again of the gradient, still a sixth to an eighth of `F.cross_entropy`'s. Elsewhere sums over the vocabulary
+run as trees or cascades, or, where torch's compiler would make long chains of them on a CPU, in float64 (a chain, as in
+`F.cross_entropy`, loses ten times as much where p is near 1). Liger's cross-entropy,
 a GPU kernel that writes the gradient over the logits, gets a row where it is installed beside a GPU.
 
 """
