@@ -18,7 +18,6 @@ from duohead.seam import before
 from duohead.statistics import Columns, Inputs, Normalisers, rows_of
 from duohead_torch import namespace
 from duohead_torch.plan_key import plan_key, plan_of
-from duohead_torch.runner import Written
 
 __all__ = ["Call", "fused", "statistics", "usable", "write"]
 
@@ -100,10 +99,8 @@ class Call(NamedTuple):
     padded: bool
 
 
-def make_call(
-    plan: Plan, hyper: Sequence[torch.Tensor], logits: torch.Tensor, inputs: Inputs, columns: Columns
-) -> Call:
-    """A pass's arrays in the form that the kernels take; nothing is copied that is contiguous already."""
+def make_call(plan: Plan, hyper: torch.Tensor, logits: torch.Tensor, inputs: Inputs, columns: Columns) -> Call:
+    """A pass's arrays in the form that the kernels take, ``hyper`` a vector; contiguous ones are not copied."""
     labels = None if inputs.labels is None else inputs.labels.reshape(-1).contiguous()
     start = None
     if isinstance(columns.start, torch.Tensor) or columns.start != 0:
@@ -114,7 +111,7 @@ def make_call(
         inputs.valid.reshape(-1).contiguous(),
         labels,
         tuple(as_rows(array) for array in inputs.teachers),
-        hyper_vector(hyper),
+        hyper,
         start,
         columns.size,
         columns.padded,
@@ -129,8 +126,6 @@ def as_rows(array: torch.Tensor) -> torch.Tensor:
 
 def hyper_vector(hyper: Sequence[torch.Tensor]) -> torch.Tensor:
     """The vector whose elements the hyperparameters are, where they are one's; else a new one."""
-    if not hyper:
-        return torch.zeros(1)
     if not torch.compiler.is_compiling():
         base = hyper[0]._base
         if base is not None and base.shape == (len(hyper),) and base.dtype == torch.float32:
@@ -146,11 +141,6 @@ def _device(index: int | None) -> Any:
         return Device(0, 1)
     found = torch.cuda.get_device_properties(index)
     return Device(10 * found.major + found.minor, found.multi_processor_count)
-
-
-@functools.cache
-def _one(device: torch.device) -> torch.Tensor:
-    return torch.ones((), dtype=torch.float32, device=device)
 
 
 class _Launcher:
@@ -319,7 +309,7 @@ class TritonSweeps:
         self, xp: Any, plan: Plan, hyper: Sequence[Any], logits: torch.Tensor, inputs: Inputs, columns: Columns
     ) -> list[torch.Tensor]:
         """The partial rows, in the tokens' shape."""
-        rows = statistics(make_call(plan, hyper, logits, inputs, columns))
+        rows = statistics(make_call(plan, hyper_vector(hyper), logits, inputs, columns))
         return [row.reshape(inputs.valid.shape) for row in rows.unbind()]
 
     def read_jsd(
@@ -335,7 +325,7 @@ class TritonSweeps:
         """The JSD's rows, in the tokens' shape."""
         pairs = [*normalisers.softmax, *normalisers.teacher]
         saved = torch.stack([array.reshape(-1) for pair in pairs for array in pair])
-        rows = jsd(make_call(plan, hyper, logits, inputs, columns), saved)
+        rows = jsd(make_call(plan, hyper_vector(hyper), logits, inputs, columns), saved)
         return [row.reshape(inputs.valid.shape) for row in rows.unbind()]
 
 
@@ -367,19 +357,15 @@ class TritonRunner:
         jobs: Any,
         setting: Any,
         logits: torch.Tensor,
-        upstream: torch.Tensor | None = None,
+        upstream: torch.Tensor,
         out: torch.Tensor | None = None,
         accumulate: bool = False,
     ) -> tuple[list[engine.Evaluation], torch.Tensor]:
-        """The evaluations and the gradient times ``upstream`` (default 1)."""
-        factor = _one(logits.device) if upstream is None else upstream
-        if self.gives_gradient(jobs, setting):
-            target, rows = _target(logits, out, accumulate)
-            found = [self._evaluate(jobs[0], setting, logits, factor, rows, accumulate)]
-            return found, _finish(target, rows, out)
-        found = self.evaluate(jobs, setting, logits)
-        written = tuple(Written(job, (), item.coefficients) for job, item in zip(jobs, found, strict=True))
-        return found, self.gradient(written, setting, logits, factor, out, accumulate)
+        """The evaluation and the gradient times ``upstream``, where one launch does both (``gives_gradient``)."""
+        (job,) = jobs
+        target, rows = _target(logits, out, accumulate)
+        found = [self._evaluate(job, setting, logits, upstream, rows, accumulate)]
+        return found, _finish(target, rows, out)
 
     def _is_fused(self, job: Any, setting: Any) -> bool:
         return facts_of(job.plan).fused and not setting.split_vocab and not setting.split_sequences
@@ -395,7 +381,7 @@ class TritonRunner:
     ) -> engine.Evaluation:
         if not self._is_fused(job, setting):
             return evaluate_in_two(job, setting, logits)
-        call = make_call(job.plan, job.hyper, logits, job.inputs, setting.columns)
+        call = make_call(job.plan, hyper_vector(job.hyper), logits, job.inputs, setting.columns)
         tokens, extras, segments = _beforehand(job)
         result = fused(call, tokens, extras, upstream, gradient, accumulate)
         described = facts_of(job.plan).layout
@@ -423,8 +409,7 @@ class TritonRunner:
         """The gradient in the logits' dtype, rounded once; ``out`` takes (or adds) it in place."""
         target, rows = _target(logits, out, accumulate)
         for n, item in enumerate(written):
-            call = make_call(item.job.plan, (item.coefficients.hyper,), logits, item.job.inputs, setting.columns)
-            call = call._replace(hyper=item.coefficients.hyper)
+            call = make_call(item.job.plan, item.coefficients.hyper, logits, item.job.inputs, setting.columns)
             write(call, item.coefficients.rows, _scalar(upstream), rows, accumulate or n > 0)
         return _finish(target, rows, out)
 
@@ -433,8 +418,7 @@ class TritonRunner:
     ) -> torch.Tensor:
         """The forward's gradient times upstream: written anew from the logits, unless upstream is 1 on the device."""
         (item,) = written
-        call = make_call(item.job.plan, (item.coefficients.hyper,), logits, item.job.inputs, setting.columns)
-        call = call._replace(hyper=item.coefficients.hyper)
+        call = make_call(item.job.plan, item.coefficients.hyper, logits, item.job.inputs, setting.columns)
         write(call, item.coefficients.rows, _scalar(upstream), as_rows(buffer), check=True)
         return buffer
 

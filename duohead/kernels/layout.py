@@ -62,11 +62,6 @@ def saved_rows(names: Sequence[str], normalisers: Normalisers, coefficients: Coe
     return [found[name] for name in names]
 
 
-def normaliser_names(plan: Plan) -> tuple[str, ...]:
-    """The leading part of ``saved_names``: all that JSD's sweep needs."""
-    return saved_names(plan)[: 2 * (len(plan.softmaxes) + len(plan.teachers))]
-
-
 class Reduction(NamedTuple):
     """One reduction over the tokens: ``op`` sum, min or max of a row; row −1 counts the valid tokens."""
 
