@@ -58,6 +58,19 @@ def check_tokens(name: str, array: Any, logits: Any, *, integer: bool = False, b
         raise TypeError(f"{name}: must be floating point, got {describe(array)}")
 
 
+def check_rows(labels: Any, mask: Any, logits: Any) -> None:
+    """What says which rows exist."""
+    if labels is not None:
+        check_tokens("labels", labels, logits, integer=True)
+    if mask is not None:
+        check_tokens("mask", mask, logits, boolean=True)
+
+
+def check_teachers(teachers: Mapping[str, Any], logits: Any) -> None:
+    for model, array in teachers.items():
+        check_teacher(model, array, logits)
+
+
 def check_teacher(model: str, array: Any, logits: Any) -> None:
     name = f"teacher_logits[{model!r}]"
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):

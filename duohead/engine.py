@@ -153,8 +153,26 @@ def scale_coefficients(coefficients: Coefficients, factor: Array) -> Coefficient
     )
 
 
-def join_aux(results: Sequence[Aux]) -> Aux:
-    """One Aux from passes over disjoint sets of losses."""
+def combined_gradient(
+    xp: Any, passes: Sequence[tuple[Any, ...]], logits: Array, columns: Columns, upstream: Array
+) -> Array:
+    """The gradients of passes ``(plan, hyper, inputs, normalisers, coefficients)``, summed in the compute dtype."""
+    total = None
+    for plan, hyper, inputs, normalisers, coefficients in passes:
+        part = gradient(xp, plan, hyper, logits, inputs, columns, normalisers, coefficients, upstream)
+        total = part if total is None else total + part
+    return total
+
+
+def joined(evaluations: Sequence[Evaluation]) -> tuple[Array, Aux]:
+    """Total loss and aux of passes over disjoint sets of losses."""
+    loss = evaluations[0].loss
+    for evaluation in evaluations[1:]:
+        loss = loss + evaluation.loss
+    return loss, _join_aux([evaluation.aux for evaluation in evaluations])
+
+
+def _join_aux(results: Sequence[Aux]) -> Aux:
 
     def union(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         joined: dict[str, Any] = {}

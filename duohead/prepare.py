@@ -106,15 +106,11 @@ def check_arguments(
     checks.check_losses(losses)
     metrics, tokens = checks.check_requests(metrics, tokens)
     checks.check_scale(logits_scale_factor, final_logit_softcap)
-    if labels is not None:
-        checks.check_tokens("labels", labels, logits, integer=True)
-    if mask is not None:
-        checks.check_tokens("mask", mask, logits, boolean=True)
+    checks.check_rows(labels, mask, logits)
     teachers = checks.by_name(
         "teacher_logits", teacher_logits, [loss.teacher[0] for loss in losses.values() if loss.teacher is not None]
     )
-    for model, array in teachers.items():
-        checks.check_teacher(model, array, logits)
+    checks.check_teachers(teachers, logits)
     references = (
         dict(ref_logprobs)
         if isinstance(ref_logprobs, Mapping)

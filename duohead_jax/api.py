@@ -175,13 +175,9 @@ def token_statistics(
     axes = Axes(vocab_axis, None)
     axes.check()
     size, padded = _vocabulary(logits, vocab_size, axes)
-    if labels is not None:
-        checks.check_tokens("labels", labels, logits, integer=True)
-    if mask is not None:
-        checks.check_tokens("mask", mask, logits, boolean=True)
+    checks.check_rows(labels, mask, logits)
     teachers = checks.by_name("teacher_logits", teacher_logits, ["teacher"])
-    for model, array in teachers.items():
-        checks.check_teacher(model, array, logits)
+    checks.check_teachers(teachers, logits)
     wanted, hyper = plan_statistics(
         statistics,
         has_labels=labels is not None,

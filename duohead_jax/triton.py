@@ -17,7 +17,7 @@ from duohead.plan import Plan
 from duohead.seam import before
 from duohead.statistics import Columns, Inputs, Normalisers, rows_of
 from duohead_jax import namespace
-from duohead_jax.xla import Arrays, Static, columns_of, inputs_of, joined
+from duohead_jax.xla import Arrays, Static, columns_of, inputs_of
 
 GPU_BACKENDS = ("gpu", "cuda")
 
@@ -384,13 +384,13 @@ def _written(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(static: Static, logits: jax.Array, passes: tuple[Arrays, ...]) -> tuple[jax.Array, Any]:
     done = [_run(static, plan, arrays, logits) for plan, arrays in zip(static.plans, passes, strict=True)]
-    return joined([item.evaluation for item in done])
+    return engine.joined([item.evaluation for item in done])
 
 
 def _loss_forward(static: Static, logits: jax.Array, passes: tuple[Arrays, ...]) -> Any:
     (plan,), (arrays,) = static.plans, passes
     done = _run(static, plan, arrays, logits, jnp.ones((), jnp.float32), logits.dtype)
-    return joined([done.evaluation]), (logits, passes, done.saved, done.gradient)
+    return engine.joined([done.evaluation]), (logits, passes, done.saved, done.gradient)
 
 
 def _loss_backward(static: Static, residuals: Any, cotangents: Any) -> Any:
@@ -423,4 +423,4 @@ def loss_and_grad(
         gradient = _written(static, plan, arrays, logits, done.saved, grad_scale, dtype, old, accumulate)
     else:
         gradient = done.gradient.reshape(logits.shape)
-    return joined([done.evaluation]), gradient
+    return engine.joined([done.evaluation]), gradient

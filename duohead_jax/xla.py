@@ -78,42 +78,22 @@ def _gradient(
     static: Static, logits: jax.Array, passes: tuple[Arrays, ...], saved: tuple[Any, ...], upstream: jax.Array
 ) -> jax.Array:
     """The combined gradient in the compute dtype."""
-    columns = columns_of(static, logits)
-    total = None
-    for plan, arrays, (normalisers, coefficients) in zip(static.plans, passes, saved, strict=True):
-        part = engine.gradient(
-            namespace,
-            plan,
-            arrays.hyper,
-            logits,
-            inputs_of(arrays, static.num_segments),
-            columns,
-            normalisers,
-            coefficients,
-            upstream,
-        )
-        total = part if total is None else total + part
-    assert total is not None
-    return total
-
-
-def joined(evaluations: list[engine.Evaluation]) -> tuple[jax.Array, Any]:
-    """Total loss and aux of all passes."""
-    loss = evaluations[0].loss
-    for evaluation in evaluations[1:]:
-        loss = loss + evaluation.loss
-    return loss, engine.join_aux([evaluation.aux for evaluation in evaluations])
+    written = [
+        (plan, arrays.hyper, inputs_of(arrays, static.num_segments), normalisers, coefficients)
+        for plan, arrays, (normalisers, coefficients) in zip(static.plans, passes, saved, strict=True)
+    ]
+    return engine.combined_gradient(namespace, written, logits, columns_of(static, logits), upstream)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(static: Static, logits: jax.Array, passes: tuple[Arrays, ...]) -> tuple[jax.Array, Any]:
-    return joined(_evaluate(static, logits, passes))
+    return engine.joined(_evaluate(static, logits, passes))
 
 
 def _loss_forward(static: Static, logits: jax.Array, passes: tuple[Arrays, ...]) -> Any:
     evaluations = _evaluate(static, logits, passes)
     saved = tuple((evaluation.normalisers, evaluation.coefficients) for evaluation in evaluations)
-    return joined(evaluations), (logits, passes, saved)
+    return engine.joined(evaluations), (logits, passes, saved)
 
 
 def _loss_backward(static: Static, residuals: Any, cotangents: Any) -> Any:
@@ -142,7 +122,7 @@ def loss_and_grad(
     gradient = _gradient(static, logits, passes, saved, grad_scale)
     if out is not None and accumulate:
         gradient = gradient + out
-    return joined(evaluations), gradient.astype(logits.dtype if out is None else out.dtype)
+    return engine.joined(evaluations), gradient.astype(logits.dtype if out is None else out.dtype)
 
 
 class StatisticsStatic(NamedTuple):

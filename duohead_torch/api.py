@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from duohead import checks
-from duohead.engine import join_aux
+from duohead.engine import joined
 from duohead.fields import Number
 from duohead.foreign import JAX, refuse_foreign
 from duohead.loss import Loss
@@ -19,7 +19,7 @@ from duohead.statistics import Inputs
 from duohead_torch.autograd import attach
 from duohead_torch.compiled import pick_runner
 from duohead_torch.hyper import hyper_tensors, symbolic_scale
-from duohead_torch.runner import Job, Setting, Written
+from duohead_torch.runner import Job, Setting, Written, valid_rows
 from duohead_torch.vocab_parallel import (
     CheckedShards,
     Group,
@@ -163,7 +163,7 @@ def monolithic_loss(
     # A kernel that reads once writes the gradient in the same launch; backward then only hands it over.
     early = differentiable and not overwrite_logits and call.runner.gives_gradient(call.jobs, call.setting)
     evaluations, gradient = _evaluate_with_gradient(call) if early else (_evaluate(call), None)
-    loss, aux = _joined(evaluations)
+    loss, aux = joined(evaluations)
     if differentiable:
         written = _written(call, evaluations)
         loss = attach(call.logits, loss, call.runner, call.setting, written, overwrite_logits, gradient)
@@ -252,7 +252,7 @@ def monolithic_loss_and_grad(
         )
         upstream = hyper_tensors((grad_scale,), call.logits)[0]
         evaluations, gradient = _evaluate_with_gradient(call, upstream, local(out), accumulate)
-        loss, aux = _joined(evaluations)
+        loss, aux = joined(evaluations)
     return ResultAndGrad(Result(loss, aux), call.layout.wrap(gradient))
 
 
@@ -282,7 +282,7 @@ def _prepare(
     _check_devices(checked, logits)
     checked = checked._replace(logits_scale_factor=symbolic_scale(checked.logits_scale_factor, logits))
     setting = make_setting(layout, logits.shape[-1], _collectives(checked, logits, layout, split, validate))
-    valid = _valid(checked, logits)
+    valid = valid_rows(checked.labels, checked.mask, logits)
     jobs = tuple(
         Job(
             item.plan,
@@ -300,16 +300,6 @@ def _prepare(
         for item in make_passes(checked, remember=not torch.compiler.is_compiling())
     )
     return _Call(logits, jobs, setting, pick_runner(checked.implementation, logits, jobs), layout)
-
-
-def _valid(checked: Arguments, logits: torch.Tensor) -> torch.Tensor:
-    """Which rows exist: the mask and a label that is not negative."""
-    if checked.labels is None:
-        if checked.mask is None:
-            return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-        return checked.mask
-    valid = checked.labels >= 0
-    return valid if checked.mask is None else valid & checked.mask
 
 
 def _check_devices(checked: Arguments, logits: torch.Tensor) -> None:
@@ -398,10 +388,3 @@ def _written(call: _Call, evaluations: list[Any]) -> tuple[Written, ...]:
         Written(job, evaluation.normalisers, evaluation.coefficients)
         for job, evaluation in zip(call.jobs, evaluations, strict=True)
     )
-
-
-def _joined(evaluations: list[Any]) -> tuple[torch.Tensor, Aux]:
-    loss = evaluations[0].loss
-    for evaluation in evaluations[1:]:
-        loss = loss + evaluation.loss
-    return loss, join_aux([evaluation.aux for evaluation in evaluations])

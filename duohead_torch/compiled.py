@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 import warnings
 from collections.abc import Callable
@@ -47,14 +48,7 @@ def compile_program(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(copy, fullgraph=True, options={"deterministic": True})
 
 
-def _count() -> Any:
-    number = 0
-    while True:
-        yield number
-        number += 1
-
-
-_serial = _count()
+_serial = itertools.count()
 
 
 class CompiledRunner:

@@ -20,6 +20,13 @@ class Job(NamedTuple):
     inputs: Inputs
 
 
+def valid_rows(labels: torch.Tensor | None, mask: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
+    """Which rows exist: the mask and a label that is not negative."""
+    if labels is None:
+        return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if mask is None else mask
+    return labels >= 0 if mask is None else (labels >= 0) & mask
+
+
 class Setting(NamedTuple):
     """What is the same for every pass of a call, and static."""
 
@@ -56,22 +63,8 @@ def gradient(
     written: tuple[Written, ...], setting: Setting, logits: torch.Tensor, upstream: torch.Tensor
 ) -> torch.Tensor:
     """The combined gradient of all passes, summed in the compute dtype."""
-    total = None
-    for item in written:
-        part = engine.gradient(
-            namespace,
-            item.job.plan,
-            item.job.hyper,
-            logits,
-            item.job.inputs,
-            setting.columns,
-            item.normalisers,
-            item.coefficients,
-            upstream,
-        )
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+    passes = [(item.job.plan, item.job.hyper, item.job.inputs, item.normalisers, item.coefficients) for item in written]
+    return engine.combined_gradient(namespace, passes, logits, setting.columns, upstream)
 
 
 class EagerRunner:

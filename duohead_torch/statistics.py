@@ -21,7 +21,7 @@ from duohead.token_statistics import (
 from duohead_torch import namespace
 from duohead_torch.autograd import refuse_second_derivative
 from duohead_torch.hyper import hyper_tensors, symbolic_scale
-from duohead_torch.runner import Setting
+from duohead_torch.runner import Setting, valid_rows
 from duohead_torch.trees import flatten, rebuild, structure
 from duohead_torch.vocab_parallel import Shards, check_same_layout, find_layout, local, make_setting
 
@@ -110,13 +110,9 @@ def token_statistics(
     logits, labels, mask, teacher_logits = map(local, (logits, labels, mask, teacher_logits))
     if layout.vocab is None:
         checks.check_vocab(logits, vocab_size)
-    if labels is not None:
-        checks.check_tokens("labels", labels, logits, integer=True)
-    if mask is not None:
-        checks.check_tokens("mask", mask, logits, boolean=True)
+    checks.check_rows(labels, mask, logits)
     teachers = checks.by_name("teacher_logits", teacher_logits, ["teacher"])
-    for model, array in teachers.items():
-        checks.check_teacher(model, array, logits)
+    checks.check_teachers(teachers, logits)
     checks.check_scale(logits_scale_factor, final_logit_softcap)
     wanted, hyper = plan_statistics(
         statistics,
@@ -132,7 +128,7 @@ def token_statistics(
     setting = make_setting(layout, logits.shape[-1], shards)
     inputs = Inputs(
         labels,
-        _valid(labels, mask, logits),
+        valid_rows(labels, mask, logits),
         tuple(teachers[name].detach() for name in wanted.plan.teacher_names),
         (),
         None,
@@ -142,9 +138,3 @@ def token_statistics(
     arrays = (hyper_tensors(hyper, logits), inputs)
     values = _TokenStatistics.apply(logits, wanted, setting, structure(arrays), *flatten(arrays))
     return TokenStatistics(**dict(zip(wanted.names, values, strict=True)))
-
-
-def _valid(labels: torch.Tensor | None, mask: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-    if labels is None:
-        return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if mask is None else mask
-    return labels >= 0 if mask is None else (labels >= 0) & mask
