@@ -33,8 +33,6 @@ class Device(NamedTuple):
 
 #: rows of at most this many bytes keep several programs on a processor; longer ones would overflow L2 that way
 SHORT_ROW = 65536
-#: beside a teacher, rows past this many bytes leave a thread fewer columns to hold
-LONG_ROW = 400_000
 SMALL = (Shape(1, 1, False), Shape(4, 1, False), Shape(8, 1, False), Shape(8, 2, False))
 #: replaces every choice where set: tests use it to spread small vocabularies over several tiles
 override: Shape | None = None
@@ -55,9 +53,7 @@ def shape_of(kind: str, plan: Plan, width: int, item_size: int, device: Device) 
         return Shape(16, 1 if plan.teachers else 2, False)
     ahead, size = device.capability >= 90, width * item_size
     if plan.teachers:
-        if size <= SHORT_ROW:
-            return Shape(8, 2, ahead)
-        return Shape(16, 4, ahead) if size <= LONG_ROW else Shape(32, 2, ahead)
+        return Shape(8, 2, ahead) if size <= SHORT_ROW else Shape(32, 2, ahead)
     return Shape(8, 4, False) if size <= SHORT_ROW else Shape(32, 4, ahead)
 
 
