@@ -46,6 +46,11 @@ def sum_last(array: np.ndarray) -> np.ndarray:
     return np.sum(array, axis=-1)
 
 
+def sum_weights(weights: np.ndarray) -> np.ndarray:
+    """Σ e^(x − max) over the last axis."""
+    return np.sum(weights, axis=-1)
+
+
 def sum_first(array: np.ndarray) -> np.ndarray:
     return np.sum(array, axis=0)
 

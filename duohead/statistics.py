@@ -124,7 +124,7 @@ def read(xp: Any, plan: Plan, hyper: Sequence[Array], logits: Array, inputs: Inp
         top, relative, weight = _shifted(xp, x)
         students.append((relative, weight))
         found["max", i] = top
-        found["sum", i] = xp.sum_last(weight)
+        found["sum", i] = xp.sum_weights(weight)
         if plan.softmaxes[i].logprob:
             is_label = _column(xp, x, columns) == inputs.labels[..., None]  # type: ignore[index]
             at_label = relative
@@ -141,7 +141,7 @@ def read(xp: Any, plan: Plan, hyper: Sequence[Array], logits: Array, inputs: Inp
         top, relative, weight = _shifted(xp, y)
         teachers.append((relative, weight))
         found["teacher_max", i] = top
-        found["teacher_sum", i] = xp.sum_last(weight)
+        found["teacher_sum", i] = xp.sum_weights(weight)
     for i, pairing in enumerate(plan.pairings):
         x, p = students[pairing.softmax]
         y, q = teachers[pairing.teacher]
@@ -416,6 +416,9 @@ def write(
         # A column at −inf, and padding with it, gets nothing.
         total = total + xp.where(log_p == -xp.inf, 0.0, gradient)
     if bend is not None:
-        # Padding may hold anything, NaN too: its gradient is 0, whatever the cap's slope there.
-        total = xp.where(total == 0, 0.0, total * (1.0 - bend * bend))
-    return xp.where(inputs.valid[..., None], total, 0.0)
+        total = total * (1.0 - bend * bend)
+    is_real = inputs.valid[..., None]
+    if columns.padded:
+        # Where a row is −inf alone, or padding holds NaN and there is a cap, padding's value is NaN up to here.
+        is_real = is_real & (_column(xp, total, columns) < columns.size)
+    return xp.where(is_real, total, 0.0)

@@ -56,6 +56,11 @@ def sum_last(array: jax.Array) -> jax.Array:
     return jnp.sum(array, axis=-1)
 
 
+def sum_weights(weights: jax.Array) -> jax.Array:
+    """Σ e^(x − max) over the last axis."""
+    return jnp.sum(weights, axis=-1)
+
+
 def sum_first(array: jax.Array) -> jax.Array:
     return jnp.sum(array, axis=0)
 

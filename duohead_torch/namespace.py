@@ -61,7 +61,7 @@ def arange(count: int, like: torch.Tensor) -> torch.Tensor:
 def _sum(array: torch.Tensor, dimension: Any = None) -> torch.Tensor:
     """A sum. Compiled for the CPU it would be a few long chains, so float32 is accumulated in float64 there.
 
-    Eager sums are cascades and kernels sum in trees; at p = 0.9999 a chain loses ten times what they do.
+    Eager sums are cascades and kernels sum in trees; at p = 0.9999 a chain loses ten times what a tree does.
     """
     if array.dtype != torch.float32 or array.device.type != "cpu" or not torch.compiler.is_compiling():
         return array.sum(dimension)
@@ -70,6 +70,19 @@ def _sum(array: torch.Tensor, dimension: Any = None) -> torch.Tensor:
 
 def sum_last(array: torch.Tensor) -> torch.Tensor:
     return _sum(array, -1)
+
+
+def sum_weights(weights: torch.Tensor) -> torch.Tensor:
+    """Σ e^(x − max) over the last axis, its ones apart: added to a row's maximum, small numbers lose their digits.
+
+    Eager float32 on the CPU alone: compiled, it is in float64 there, and elsewhere it would be another read.
+    """
+    total = _sum(weights, -1)
+    if weights.dtype != torch.float32 or weights.device.type != "cpu" or torch.compiler.is_compiling():
+        return total
+    rest = weights.frac().sum(-1)
+    count_of_ones = (total - rest).round()
+    return rest + count_of_ones
 
 
 def sum_first(array: torch.Tensor) -> torch.Tensor:

@@ -35,8 +35,8 @@ FAULTS = (
         # Either place alone is made good by the other.
         (
             (
-                "return xp.where(inputs.valid[..., None], total, 0.0)",
-                "return total * xp.cast(inputs.valid, total.dtype)[..., None]",
+                "return xp.where(is_real, total, 0.0)",
+                "return total * xp.cast(is_real, total.dtype)",
             ),
         ),
     ),
@@ -88,7 +88,12 @@ FAULTS = (
     Fault("forgotten_softcap_derivative", "statistics.py", "total * (1.0 - bend * bend)", "total"),
     Fault("forgotten_scale_derivative", "statistics.py", "scaled.append((a * scale, b", "scaled.append((a, b"),
     Fault("smoothing_over_another_count", "statistics.py", "1.0 / columns.size,", "1.0 / (columns.size + 1),"),
-    Fault("padding_counted", "statistics.py", "    if columns.padded:", "    if False:"),
+    Fault(
+        "padding_counted",
+        "statistics.py",
+        "x = xp.where(_column(xp, x, columns) < columns.size, x, -xp.inf)",
+        "pass",
+    ),
     Fault(
         "teacher_temperature_forgotten",
         "statistics.py",

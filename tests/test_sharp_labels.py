@@ -46,6 +46,37 @@ def test_a_row_of_minus_infinity(name: str) -> None:
     np.testing.assert_allclose(got.gradient[[0, 2]], expected.gradient[[0, 2]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", [*NAMES, "numpy", "numpy_4_shards"])
+def test_padding_beside_a_row_of_minus_infinity(name: str) -> None:
+    """Padding gets zeros whatever it holds; the row's real columns show their NaN, the other rows are untouched."""
+    r = np.random.default_rng(0)
+    logits = r.normal(size=(3, 8)).astype(np.float32).astype(np.float64)
+    logits[:, 5:] = [np.nan, np.inf, 50.0]
+    inputs = {"logits": logits.copy(), "labels": np.array([1, 2, 3]), "vocab_size": 5}
+    losses = {"ce": {"type": "label", "label_smoothing": 0.1}, "h": {"type": "entropy"}, "z": {"type": "z_loss"}}
+    expected = IMPLEMENTATIONS[name]({"losses": losses}, inputs, "float32")
+    inputs["logits"][1, :5] = -np.inf
+    got = IMPLEMENTATIONS[name]({"losses": losses}, inputs, "float32")
+    assert not np.isfinite(got.loss)
+    assert np.all(got.gradient[:, 5:] == 0.0)
+    assert np.isnan(got.gradient[1, :5]).any()
+    np.testing.assert_allclose(got.gradient[[0, 2]], expected.gradient[[0, 2]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "numpy", "numpy_4_shards"])
+def test_padding_under_a_cap(name: str) -> None:
+    """The cap has no slope at NaN; padding gets zeros all the same."""
+    r = np.random.default_rng(0)
+    logits = r.normal(size=(2, 8)).astype(np.float32).astype(np.float64)
+    head = {"final_logit_softcap": 3.0, "losses": {"ce": {"type": "label"}, "z": {"type": "z_loss"}}}
+    inputs = {"logits": logits[:, :5], "labels": np.array([1, 2])}
+    expected = truth(head, inputs, "float32")
+    logits[:, 5:] = [np.nan, np.inf, 50.0]
+    got = IMPLEMENTATIONS[name](head, {**inputs, "logits": logits, "vocab_size": 5}, "float32")
+    assert np.all(got.gradient[:, 5:] == 0.0)
+    np.testing.assert_allclose(got.gradient[:, :5], expected.gradient, rtol=1e-5)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("name", [*NAMES, "numpy", "numpy_4_shards"])
 def test_nan_in_a_valid_row_is_seen(name: str, bad: float) -> None:
