@@ -363,10 +363,17 @@ def check_large(rows: int, vocab: int) -> None:
 # --- times ------------------------------------------------------------------------------------------------------------
 
 
-def device_ms(function: Callable[[], Any], repeats: int = 9, sleep: int = 2_000_000) -> float:
-    """The median time on the device, each call enqueued behind a sleep (about a millisecond a 2 million cycles)."""
+#: a sleep of about a millisecond
+CYCLES = 2_000_000
+
+
+def device_ms(function: Callable[[], Any], repeats: int = 9) -> float:
+    """The median time on the device, each call enqueued behind a sleep that outlasts its launching."""
     function()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
     function()
+    sleep = max(CYCLES, int(2e3 * (time.perf_counter() - begun) * CYCLES))
     torch.cuda.synchronize()
     times = []
     for _ in range(repeats):
@@ -545,16 +552,26 @@ def to_jax(value: torch.Tensor) -> Any:
     return jax.dlpack.from_dlpack(value)
 
 
-def jax_ms(function: Callable[..., Any], *arguments: Any, repeats: int = 10) -> float:
-    """The time of a call among several enqueued one behind the other."""
-    import jax
+def kernels_ms(function: Callable[[], Any], wait: Callable[[Any], Any], repeats: int = 5) -> float:
+    """The time of a call's kernels on the device, summed, whichever framework launched them; gaps do not count."""
+    from torch.profiler import ProfilerActivity, profile
 
-    jax.block_until_ready(function(*arguments))
-    jax.block_until_ready(function(*arguments))
+    wait(function())
+    wait(function())
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(repeats):
+            wait(function())
+    events = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert events, "no kernel was recorded"
+    return sum(event.time_range.elapsed_us() for event in events) / repeats / 1e3
+
+
+def wall_of(function: Callable[[], Any], wait: Callable[[Any], Any], repeats: int = 10) -> float:
+    """The wall clock of a call among several enqueued one behind the other."""
     begin = time.perf_counter()
     for _ in range(repeats):
-        result = function(*arguments)
-    jax.block_until_ready(result)
+        result = function()
+    wait(result)
     return (time.perf_counter() - begin) / repeats * 1e3
 
 
@@ -566,11 +583,34 @@ def time_jax(rows: int, vocab: int, implementations: tuple[str, ...]) -> None:
 
     inputs = make_inputs(rows, vocab)
     out = torch.empty_like(inputs["logits"])
-    floor = copy_ms(inputs, out)
-    del out
+    floor = kernels_ms(lambda: out.copy_(inputs["logits"]), lambda _: torch.cuda.synchronize())
     logits = to_jax(inputs["logits"])
     cells = []
+
+    def enter(name: str, form: str, function: Callable[[], Any], wait: Callable[[Any], Any]) -> None:
+        def measure() -> tuple[float, float]:
+            return kernels_ms(function, wait), wall_of(function, wait)
+
+        found = guarded(f"jax {name} {form}", measure)
+        if found is not None:
+            cells.append(f"{name}/{form} {found[0] / floor:.3f} (wall {found[1] / floor:.2f})")
+            record(
+                item="jax",
+                shape=(rows, vocab),
+                set=name,
+                form=form,
+                ms=found[0],
+                ratio=found[0] / floor,
+                wall=found[1] / floor,
+            )
+
     for name, losses in SETS.items():
+        given = arguments_of(name, inputs)
+
+        def torch_step(losses: Any = losses, given: Any = given) -> Any:
+            return monolithic_loss_and_grad(inputs["logits"], losses, implementation="triton", out=out, **given)
+
+        enter(name, "torch triton", torch_step, lambda _: torch.cuda.synchronize())
         arguments = {k: to_jax(v) if torch.is_tensor(v) else v for k, v in arguments_of(name, inputs).items()}
         segments = arguments.pop("num_segments", None)
         for implementation in implementations:
@@ -586,13 +626,8 @@ def time_jax(rows: int, vocab: int, implementations: tuple[str, ...]) -> None:
                     **rest,
                 )
 
-            def measure(step: Any = step, arguments: Any = arguments) -> float:
-                return jax_ms(jax.jit(step), logits, arguments)
-
-            ms = guarded(f"jax {name} {implementation}", measure)
-            if ms is not None:
-                cells.append(f"{name}/{implementation} {ms / floor:.3f}")
-                record(item="jax", shape=(rows, vocab), set=name, form=implementation, ms=ms, ratio=ms / floor)
+            jitted = jax.jit(step)
+            enter(name, implementation, lambda: jitted(logits, arguments), jax.block_until_ready)
 
     def optax_loss(x: Any, labels: Any) -> Any:
         valid = labels >= 0
@@ -601,13 +636,8 @@ def time_jax(rows: int, vocab: int, implementations: tuple[str, ...]) -> None:
         each = optax.softmax_cross_entropy_with_integer_labels(x, labels.clip(0)) + 1e-4 * lse * lse
         return (each * valid).sum() / valid.sum()
 
-    def measure_optax() -> float:
-        return jax_ms(jax.jit(jax.value_and_grad(optax_loss)), logits, to_jax(inputs["labels"]))
-
-    ms = guarded("optax", measure_optax)
-    if ms is not None:
-        cells.append(f"optax ce+z {ms / floor:.3f}")
-        record(item="jax", shape=(rows, vocab), set="ce+z", form="optax", ms=ms, ratio=ms / floor)
+    by_optax, labels = jax.jit(jax.value_and_grad(optax_loss)), to_jax(inputs["labels"])
+    enter("ce+z", "optax", lambda: by_optax(logits, labels), jax.block_until_ready)
     say(f"  jax {rows}x{vocab}: " + "  ".join(cells))
 
 

@@ -59,7 +59,7 @@ KINDS: dict[str, type[Any]] = {
 
 def finish(xp: Any, part: Part) -> Any:
     """The metric's value from its part, with the array functions of ``xp``."""
-    counted = part.weight > 0
+    counted = part.weight != 0  # NaN counts, and shows
     if isinstance(part, (Mean, ExpMean)):
         mean = part.value / xp.where(counted, part.weight, xp.ones_like(part.weight))
         mean = xp.where(counted, mean, xp.zeros_like(mean))
@@ -121,10 +121,10 @@ def finish_all(parts: Mapping[str, Part]) -> dict[str, float]:
     for name, part in parts.items():
         value, weight = float(part.value), float(part.weight)
         if isinstance(part, (Mean, ExpMean)):
-            mean = value / weight if weight > 0 else 0.0
+            mean = value / weight if weight != 0 else 0.0
             found[name] = _exp(mean) if isinstance(part, ExpMean) else mean
         else:
-            found[name] = value if weight > 0 else 0.0
+            found[name] = value if weight != 0 else 0.0
     return found
 
 

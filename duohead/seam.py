@@ -55,6 +55,17 @@ def seam(
     return _Seam(xp, plan, hyper, statistics, inputs, sum_sequences, sequence_ranks).run()
 
 
+def token_input(xp: Any, array: Array, inputs: Inputs, dtype: Any) -> Array:
+    """A per-token input; one per segment is carried by the segment's tokens."""
+    array = xp.cast(array, dtype)
+    if tuple(array.shape) == tuple(inputs.valid.shape):
+        return array
+    ids: Any = inputs.segment_ids
+    inside = (ids >= 0) & (ids < array.shape[0])
+    carried = xp.take(array, xp.where(inside, ids, 0))
+    return xp.where(inside, carried, xp.where(ids < 0, 0.0, xp.nan))
+
+
 class Before(NamedTuple):
     """What a launch that evaluates the terms itself needs of the tokens beforehand."""
 
@@ -106,20 +117,9 @@ class _Seam:
         self.valid = inputs.valid
         self.counted = xp.where(self.valid, xp.ones_like(like), 0.0)
         self.num_valid = xp.sum_all(self.counted)
-        self.tokens = [self._token_input(array) for array in inputs.tokens]
+        self.tokens = [xp.where(self.valid, token_input(xp, array, inputs, like.dtype), 0.0) for array in inputs.tokens]
         self._sequences(sum_sequences)
         self._counts()
-
-    def _token_input(self, array: Array) -> Array:
-        """A per-token input, 0 on masked rows; one per segment is carried by the segment's tokens."""
-        xp = self.xp
-        array = xp.cast(array, self.like.dtype)
-        if tuple(array.shape) != tuple(self.valid.shape):
-            ids = self.inputs.segment_ids
-            inside = (ids >= 0) & (ids < array.shape[0])  # type: ignore[operator]
-            carried = xp.take(array, xp.where(inside, ids, 0))
-            array = xp.where(inside, carried, xp.where(ids < 0, 0.0, xp.nan))  # type: ignore[operator]
-        return xp.where(self.valid, array, 0.0)
 
     def _sequences(self, sum_sequences: Collective | None) -> None:
         """All sequence sums, packed: row 0 the lengths, then ``plan.sums``; one collective if sequences are split."""
@@ -154,7 +154,7 @@ class _Seam:
             sums, self.num_tokens = packed[:, :-1], packed[0, -1]
         self.lengths = sums[0]
         self.sums = [sums[i] for i in range(len(rows))]
-        self.num_sequences = xp.sum_all(xp.where(self.lengths == 0, 0.0, xp.ones_like(self.lengths)))
+        self.num_sequences = xp.sum_all(xp.where(self.lengths > 0, xp.ones_like(self.lengths), self.lengths))
 
     def _counts(self) -> None:
         """Given counts are the global batch's and replace those counted here."""
@@ -342,10 +342,12 @@ class _Seam:
         if self.has_lengths:
             return self.num_sequences * self.share
         known = self.valid & (ids >= 0) & (ids < self.num_segments)  # type: ignore[operator]
+        lost = self.valid & (ids >= self.num_segments)  # type: ignore[operator]
         flat = xp.where(known, self.counted, 0.0).reshape(-1)[None]
         safe = xp.where(known, ids, self.num_segments).reshape(-1)
         lengths = xp.segment_sum(flat, safe, self.num_segments + 1)[0, :-1]
-        return xp.sum_all(xp.where(lengths > 0, 1.0, xp.zeros_like(lengths)))
+        poison = xp.sum_all(xp.where(lost, xp.nan, xp.zeros_like(self.counted)))
+        return xp.sum_all(xp.where(lengths > 0, 1.0, xp.zeros_like(lengths))) + poison
 
     def _measurement(self, loss: PlannedLoss, measurement: PlannedMeasurement) -> None:
         xp = self.xp

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from duohead import engine
 from duohead.kernels import layout
-from duohead.kernels.eligible import is_fused, plan_fault
+from duohead.kernels.eligible import is_fused, is_sequenced, plan_fault
 from duohead.plan import Plan
-from duohead.seam import before
+from duohead.seam import before, token_input
 from duohead.statistics import Columns, Inputs, Normalisers, rows_of
 from duohead_jax import namespace
 from duohead_jax.xla import Arrays, Static, columns_of, inputs_of
@@ -268,15 +268,78 @@ def fused(
         kernel = build.fused(plan, flags)
         found = launcher.run("fused", kernel, outputs, None, aliases, upstream=upstream, old=old, **values)
         values |= {"valid": call.valid, "rows": found["rows"], "hyper": call.hyper, "count_rows": count}
-        values["chunks"] = chunks
+        values["chunks_token"] = chunks
         partial = launches.partial_launch(build.partial(plan), count)
-        values |= start(partial, values, {"partials": _float(len(described.reductions), chunks)})
+        values |= start(partial, values, {"partials_token": _float(len(described.reductions), chunks)})
         results = start(
             launches.results_launch(build.results(plan)), values, {"scalars": _float(layout.scalar_count(plan))}
         )
         return Fused(results["scalars"], found["rows"], found["saved"], found.get("gradient"))
 
     return in_turn(launch)(call, extras, upstream, old)
+
+
+class Segments(NamedTuple):
+    """Which sequence each token belongs to, ``[T]``, and the pairs ``[pairs, 2]`` where there are any."""
+
+    ids: jax.Array
+    pairs: jax.Array | None
+
+
+def sequenced(shape: Shape, call: Call, tokens: Sequence[jax.Array], segments: Segments, number: int) -> Fused:
+    """Losses, metrics and what the write needs where terms are over sequences: one read, small launches after."""
+    from duohead.kernels import build, sequences, terms
+    from duohead.kernels import launch as launches
+
+    plan, count = shape.plan, shape.rows
+    described = layout.layout_of(plan)
+    pairs = 0 if segments.pairs is None else segments.pairs.shape[0]
+    over = {"token": count, "sequence": number, "pair": pairs}
+    outputs = {
+        "spans": jax.ShapeDtypeStruct((sequences.SPAN_ROWS, launches.spans_of(count)), jnp.int32),
+        "rows": _float(len(terms.read_names(plan)), count),
+        "sums": _float(1 + len(plan.sums), number),
+        "counts": _float(len(sequences.COUNTED)),
+        "pair_cotangents": _float(len(sequences.pair_cotangents(plan)), pairs),
+        "cotangents": _float(len(sequences.sum_cotangents(plan)), number),
+        "saved": _float(len(layout.saved_names(plan)), count),
+        "scalars": _float(layout.scalar_count(plan)),
+        **{
+            f"partials_{kind}": _float(len(described.of_kind(kind)), launches.items_of(items))
+            for kind, items in over.items()
+        },
+    }
+    launched = [
+        launches.span_launch(sequences.spans(), count),
+        launches.sum_launch(sequences.sums(plan), number),
+        launches.counts_launch(sequences.counts(segments.pairs is not None)),
+        *([launches.item_launch(sequences.pairs(plan), pairs)] if plan.needs_pairs else []),
+        launches.item_launch(sequences.sequences(plan), number),
+        launches.item_launch(sequences.tokens(plan), count),
+        launches.results_launch(build.results(plan)),
+    ]
+
+    def launch(call: Call, tokens: Sequence[jax.Array], segments: Segments) -> Fused:
+        values: dict[str, Any] = {f"token{n}": array for n, array in enumerate(tokens)}
+        values |= {f"chunks_{kind}": launches.items_of(items) for kind, items in over.items()}
+        values |= {
+            "valid": call.valid,
+            "hyper": call.hyper,
+            "segment_ids": segments.ids,
+            "pairs": segments.pairs,
+            "count_rows": count,
+            "size": shape.size,
+            "span_count": launches.spans_of(count),
+            "num_segments": number,
+            "count_pairs": pairs,
+        }
+        kernel = build.read(plan, _flags(shape, gradient=False))
+        values |= _Launcher(shape, call).run("statistics", kernel, {"rows": outputs["rows"]})
+        for made in launched:
+            values |= start(made, values, outputs)
+        return Fused(values["scalars"], values["rows"], values["saved"], None)
+
+    return in_turn(launch)(call, tokens, segments)
 
 
 class TritonSweeps:
@@ -325,12 +388,19 @@ def _run(
 ) -> Done:
     """One pass; with an upstream also its gradient, where one launch does everything."""
     columns, inputs = columns_of(static, logits), inputs_of(arrays, static.num_segments)
-    if not is_fused(plan):
-        return _run_in_two(static, plan, arrays, logits, columns, inputs)
     call = make_call(logits, arrays.hyper, inputs)
-    tokens, extras, segments = _beforehand(plan, arrays.hyper, inputs)
-    extras |= {f"token{n}": array for n, array in enumerate(tokens)}
-    result = fused(_shape(plan, call, columns), call, extras, upstream, dtype, old)
+    shape, segments = _shape(plan, call, columns), None
+    if is_fused(plan):
+        tokens, extras, segments = _beforehand(plan, arrays.hyper, inputs)
+        extras |= {f"token{n}": array for n, array in enumerate(tokens)}
+        result = fused(shape, call, extras, upstream, dtype, old)
+    elif is_sequenced(plan):
+        ids: Any = inputs.segment_ids
+        tokens = [token_input(namespace, array, inputs, jnp.float32).reshape(-1) for array in inputs.tokens]
+        given = Segments(ids.reshape(-1), inputs.preference_pairs)
+        result = sequenced(shape, call, tokens, given, inputs.num_segments)
+    else:
+        return _run_in_two(static, plan, arrays, logits, columns, inputs)
     scalars = [result.scalars[n] for n in range(layout.scalar_count(plan))]
     evaluation = layout.evaluation(
         namespace, plan, layout.layout_of(plan), scalars, result.rows, inputs.valid.shape, segments

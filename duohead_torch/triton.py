@@ -12,9 +12,9 @@ import torch
 
 from duohead import engine
 from duohead.kernels import layout
-from duohead.kernels.eligible import is_fused, plan_fault
+from duohead.kernels.eligible import is_fused, is_sequenced, plan_fault
 from duohead.plan import Plan
-from duohead.seam import before
+from duohead.seam import before, token_input
 from duohead.statistics import Columns, Inputs, Normalisers, rows_of
 from duohead_torch import namespace
 from duohead_torch.plan_key import plan_key, plan_of
@@ -59,9 +59,12 @@ def pick_triton(implementation: str, logits: torch.Tensor, jobs: Sequence[Any]) 
 
 
 class Facts(NamedTuple):
-    """What the plan alone decides: one launch or two, what is wrong with it, and what the kernels store."""
+    """What the plan alone decides: how kernels run it, what is wrong with it, and what they store."""
 
+    #: one launch over the vocabulary
     fused: bool
+    #: two, and kernels between them
+    sequenced: bool
     fault: tuple[str, str] | None
     saved: tuple[str, ...]
     layout: layout.Layout | None
@@ -76,8 +79,9 @@ def facts_of(plan: Plan) -> Facts:
 
 @functools.lru_cache(maxsize=256)
 def _facts(plan: Plan) -> Facts:
-    fused = is_fused(plan)
-    return Facts(fused, plan_fault(plan), layout.saved_names(plan), layout.layout_of(plan) if fused else None)
+    fused, sequenced = is_fused(plan), is_sequenced(plan)
+    described = layout.layout_of(plan) if fused or sequenced else None
+    return Facts(fused, sequenced, plan_fault(plan), layout.saved_names(plan), described)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[attr-defined,untyped-decorator]
@@ -295,11 +299,72 @@ def reduce(call: Call, rows: torch.Tensor, values: dict[str, Any]) -> torch.Tens
     chunks = launch.chunks_of(count)
     partials = call.hyper.new_empty(len(layout.layout_of(plan).reductions), chunks)
     scalars = call.hyper.new_empty(layout.scalar_count(plan))
-    values = values | {"valid": call.valid, "rows": rows, "hyper": call.hyper, "count_rows": count, "chunks": chunks}
-    values |= {"partials": partials, "scalars": scalars}
+    values = values | {
+        "valid": call.valid,
+        "rows": rows,
+        "hyper": call.hyper,
+        "count_rows": count,
+        "chunks_token": chunks,
+    }
+    values |= {"partials_token": partials, "scalars": scalars}
     _start(launch.partial_launch(build.partial(plan), count), values)
     _start(launch.results_launch(build.results(plan)), values)
     return scalars
+
+
+class Segments(NamedTuple):
+    """Each token's sequence ``[T]``, the pairs ``[pairs, 2]`` where there are any, and the number of sequences."""
+
+    ids: torch.Tensor
+    pairs: torch.Tensor | None
+    number: int
+
+
+def sequenced(call: Call, tokens: Sequence[torch.Tensor], segments: Segments) -> Fused:
+    """Losses, metrics and what the write needs where terms are over sequences: one read, small launches after."""
+    if torch.compiler.is_compiling():
+        return Fused(*torch.ops.duohead.sequenced(*_operands(call), tokens, *segments))
+    from duohead.kernels import build, launch, sequences, terms
+
+    plan, make, count = call.plan, call.hyper.new_empty, call.logits.shape[0]
+    described, number = layout.layout_of(plan), segments.number
+    pairs = 0 if segments.pairs is None else segments.pairs.shape[0]
+    over = {"token": count, "sequence": number, "pair": pairs}
+    chunks = {f"chunks_{kind}": launch.items_of(items) for kind, items in over.items()}
+    spans = launch.spans_of(count)
+    values: dict[str, Any] = {f"token{n}": array for n, array in enumerate(tokens)}
+    values |= {
+        "valid": call.valid,
+        "hyper": call.hyper,
+        "segment_ids": segments.ids,
+        "pairs": segments.pairs,
+        "count_rows": count,
+        "size": call.size,
+        "span_count": spans,
+        "num_segments": number,
+        "count_pairs": pairs,
+        **chunks,
+        "rows": make(len(terms.read_names(plan)), count),
+        "spans": torch.empty(sequences.SPAN_ROWS, spans, dtype=torch.int32, device=call.logits.device),
+        "sums": make(1 + len(plan.sums), number),
+        "counts": make(len(sequences.COUNTED)),
+        "pair_cotangents": make(len(sequences.pair_cotangents(plan)), pairs),
+        "cotangents": make(len(sequences.sum_cotangents(plan)), number),
+        "saved": make(len(layout.saved_names(plan)), count),
+        "scalars": make(layout.scalar_count(plan)),
+        **{f"partials_{kind}": make(len(described.of_kind(kind)), launch.items_of(over[kind])) for kind in over},
+    }
+    _start(launch.span_launch(sequences.spans(), count), values)
+    kernel = build.read(plan, _flags(call, gradient=False))
+    _Launcher(call).run("statistics", kernel, rows=values["rows"])
+    _start(launch.sum_launch(sequences.sums(plan), number), values)
+    _start(launch.counts_launch(sequences.counts(segments.pairs is not None)), values)
+    if plan.needs_pairs:
+        _start(launch.item_launch(sequences.pairs(plan), pairs), values)
+    _start(launch.item_launch(sequences.sequences(plan), number), values)
+    _start(launch.item_launch(sequences.tokens(plan), count), values)
+    _start(launch.results_launch(build.results(plan)), values)
+    return Fused(values["scalars"], values["rows"], values["saved"])
 
 
 class TritonSweeps:
@@ -337,7 +402,7 @@ class Saved(NamedTuple):
 
 
 class TritonRunner:
-    """Runs a pass through the kernels: one launch where every term is per token, else two with the seam between."""
+    """Runs a pass through the kernels: one launch where every term is per token, else two with the rest between."""
 
     name = "triton"
 
@@ -379,11 +444,17 @@ class TritonRunner:
         gradient: torch.Tensor | None,
         accumulate: bool,
     ) -> engine.Evaluation:
-        if not self._is_fused(job, setting):
+        whole = not setting.split_vocab and not setting.split_sequences
+        facts = facts_of(job.plan)
+        if not whole or not (facts.fused or facts.sequenced):
             return evaluate_in_two(job, setting, logits)
         call = make_call(job.plan, hyper_vector(job.hyper), logits, job.inputs, setting.columns)
-        tokens, extras, segments = _beforehand(job)
-        result = fused(call, tokens, extras, upstream, gradient, accumulate)
+        segments = None
+        if facts.fused:
+            tokens, extras, segments = _beforehand(job)
+            result = fused(call, tokens, extras, upstream, gradient, accumulate)
+        else:
+            result = sequenced(call, _token_inputs(job.inputs), _segments(job.inputs))
         described = facts_of(job.plan).layout
         assert described is not None
         found = layout.evaluation(
@@ -460,6 +531,22 @@ def evaluate_in_two(job: Any, setting: Any, logits: torch.Tensor) -> engine.Eval
     # Not _replace: torch 2.11 cannot return what that makes from a compiled program.
     kept = Saved(hyper_vector(job.hyper), saved)
     return engine.Evaluation(found.loss, found.aux, (), kept)  # type: ignore[arg-type]
+
+
+def _token_inputs(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """Token inputs as vectors; one per segment is carried by the segment's tokens."""
+    shape = inputs.valid.shape
+    carried = [
+        array if array.shape == shape else token_input(namespace, array, inputs, torch.float32)
+        for array in inputs.tokens
+    ]
+    return tuple(array.reshape(-1).contiguous() for array in carried)
+
+
+def _segments(inputs: Inputs) -> Segments:
+    ids, pairs = inputs.segment_ids, inputs.preference_pairs
+    assert ids is not None
+    return Segments(ids.reshape(-1).contiguous(), None if pairs is None else pairs.contiguous(), inputs.num_segments)
 
 
 def _beforehand(job: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor | None], torch.Tensor | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from duohead.kernels.layout import layout_of, saved_names, scalar_count
+from duohead.kernels.terms import read_names
 from duohead.statistics import rows_of
 from duohead_torch import triton
 from duohead_torch.plan_key import plan_of
@@ -130,6 +131,51 @@ def _(
     return (
         hyper.new_empty(scalar_count(plan)),
         hyper.new_empty(len(layout_of(plan).stored), count),
+        hyper.new_empty(len(saved_names(plan)), count),
+    )
+
+
+@torch.library.custom_op("duohead::sequenced", mutates_args=())
+def sequenced(
+    key: str,
+    logits: Tensor,
+    valid: Tensor,
+    labels: Tensor | None,
+    teachers: list[Tensor],
+    hyper: Tensor,
+    start: Tensor | None,
+    size: int,
+    padded: bool,
+    tokens: list[Tensor],
+    segment_ids: Tensor,
+    pairs: Tensor | None,
+    num_segments: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Results, per-token rows and what the write needs, where terms are over sequences: one read, no gradient."""
+    call = _call(key, logits, valid, labels, teachers, hyper, start, size, padded)
+    return tuple(triton.sequenced(call, tokens, triton.Segments(segment_ids, pairs, num_segments)))  # type: ignore[return-value]
+
+
+@sequenced.register_fake
+def _(
+    key: str,
+    logits: Tensor,
+    valid: Tensor,
+    labels: Tensor | None,
+    teachers: list[Tensor],
+    hyper: Tensor,
+    start: Tensor | None,
+    size: int,
+    padded: bool,
+    tokens: list[Tensor],
+    segment_ids: Tensor,
+    pairs: Tensor | None,
+    num_segments: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    plan, count = plan_of(key), logits.shape[0]
+    return (
+        hyper.new_empty(scalar_count(plan)),
+        hyper.new_empty(len(read_names(plan)), count),
         hyper.new_empty(len(saved_names(plan)), count),
     )
 

@@ -11,8 +11,9 @@ triton = pytest.importorskip("triton")
 # ruff: noqa: E402
 
 from duohead.checks import given_inputs
-from duohead.kernels import build, launch
+from duohead.kernels import build, launch, sequences
 from duohead.kernels.build import Flags
+from duohead.kernels.eligible import is_sequenced
 from duohead.kernels.source import Kernel
 from duohead.plan import Plan, make_plan
 from duohead.spec import HeadSpec
@@ -56,6 +57,11 @@ SETS |= {
 SEQUENCES: dict[str, Mapping[str, Any]] = {
     "gspo": {"losses": CE | Z | {"rl": {"type": "grpo"}, "seq": {"type": "gspo"}, "dpo": {"type": "dpo"}}},
     "kto": {"losses": {"kto": {"type": "kto"}, "kd": {"type": "distillation", "loss_type": "jsd"}}},
+    "preferences": {
+        "losses": {"simpo": {"type": "simpo"}, "orpo": {"type": "orpo"}}
+        | {f"dpo_{kind}": {"type": "dpo", "loss_type": kind, "label_smoothing": 0.1} for kind in ("hinge", "ipo")}
+        | {"ref": {"type": "gspo", "reduction": "sequence_mean_token_mean"}}
+    },
 }
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -91,6 +97,9 @@ def compiled(
         "labels": "*i64",
         "valid": "*i1",
         "shard_start": "*i32",
+        "segment_ids": "*i64",
+        "pairs": "*i64",
+        "spans": "*i32",
         "logits": logits,
         "gradient": logits,
         "old": logits,
@@ -132,9 +141,29 @@ def test_two_launches_for_sm_90(name: str) -> None:
     plan = plan_of((SETS | SEQUENCES)[name])
     flags = Flags(labels=True, padded=True, sharded=name == "gspo")
     compiled(build.statistics(plan, flags), constants_of(unit=1), 4)
+    compiled(build.read(plan, flags._replace(sharded=False)), constants_of(unit=1), 4)
     if plan.has_jsd:
         compiled(build.jsd(plan, flags), constants_of(unit=1), 4)
     compiled(build.write(plan, flags._replace(accumulate=name == "kto", check=name == "ce_z")), constants_of(unit=1), 4)
+
+
+@pytest.mark.parametrize("ones", [False, True], ids=["sizes", "sizes of one"])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_between_two_launches_for_sm_90(name: str, ones: bool) -> None:
+    plan = plan_of(SEQUENCES[name])
+    paired = plan.needs_pairs
+    assert is_sequenced(plan)
+    made = [
+        launch.span_launch(sequences.spans(), 5),
+        launch.sum_launch(sequences.sums(plan), 5),
+        launch.counts_launch(sequences.counts(paired)),
+        launch.item_launch(sequences.sequences(plan), 5),
+        launch.item_launch(sequences.tokens(plan), 5),
+        launch.results_launch(build.results(plan)),
+        *([launch.item_launch(sequences.pairs(plan), 5)] if paired else []),
+    ]
+    for item in made:
+        compiled(item.kernel, item.constants, item.warps, ones=ones)
 
 
 @pytest.mark.parametrize("name", ["ce_z", "grpo", "softcap"])

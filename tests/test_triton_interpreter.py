@@ -15,7 +15,14 @@ TESTS = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("file", "least"), [("test_torch.py", 120), ("test_jax.py", 20), ("test_custom.py", 3), ("test_robust.py", 2)]
+    ("file", "least"),
+    [
+        ("test_torch.py", 120),
+        ("test_jax.py", 20),
+        ("test_custom.py", 3),
+        ("test_robust.py", 2),
+        ("test_sequences.py", 14),
+    ],
 )
 def test_in_the_interpreter(file: str, least: int) -> None:
     command = [sys.executable, "-m", "pytest", str(TESTS / "triton_interpreter" / file), "-q", "-n", "0"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from duohead.kernels import row, sweeps
+from duohead.kernels import row, sweeps, terms
 from duohead.kernels.bind import KERNEL_NAMES, bound
 from duohead.kernels.layout import Layout, layout_of, scalar_count
 from duohead.kernels.source import Kernel, indent, make_kernel
@@ -93,8 +93,8 @@ def _write(plan: Plan, flags: Flags) -> list[str]:
 @functools.lru_cache(maxsize=256)
 def fused(plan: Plan, flags: Flags) -> Kernel:
     """Everything in one launch: read, statistics, terms, fold and, where wanted, the write."""
-    code = row.RowCode(plan)
-    loads, terms = code.lines()
+    code = terms.RowCode(plan)
+    loads, derivatives = code.lines()
     jsd = sweeps.sweep_jsd(plan) if plan.has_jsd else []
     body = [
         *_start(plan, flags, flags.gradient),
@@ -103,7 +103,7 @@ def fused(plan: Plan, flags: Flags) -> Kernel:
         *_read(plan, flags),
         *row.statistics(plan, flags.labels),
         *jsd,
-        *terms,
+        *derivatives,
         *row.store_saved(plan),
         *code.store_statistics(),
     ]
@@ -126,7 +126,7 @@ def extra_inputs(plan: Plan) -> tuple[str, ...]:
     names: list[str] = []
     if plan.num_tokens < 0 and any(loss.reduction == "token_mean" for loss in plan.losses):
         names.append("valid_count")
-    if any(loss.reduction in row.SEQUENCE_REDUCTIONS for loss in plan.losses):
+    if any(loss.reduction in terms.SEQUENCE_REDUCTIONS for loss in plan.losses):
         names.append("lengths")
         if plan.num_sequences < 0:
             names.append("sequence_count")
@@ -140,6 +140,25 @@ def statistics(plan: Plan, flags: Flags) -> Kernel:
     body = [*_start(plan, flags, False), *_read(plan, flags), *row.store_partial_rows(plan)]
     return make_kernel(
         "statistics", _inputs(plan, flags), _scalars(plan, False), ["rows"], CONSTANTS, _one_row(body), KERNEL_NAMES
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def read(plan: Plan, flags: Flags) -> Kernel:
+    """The read alone, of whole rows: the statistics and normalisers of ``terms.read_names``."""
+    flags = flags._replace(gradient=False, accumulate=False)
+    body = [
+        *_start(plan, flags, False),
+        *_read(plan, flags),
+        *row.statistics(plan, flags.labels),
+        *(sweeps.sweep_jsd(plan) if plan.has_jsd else []),
+        *(
+            f"tl.store(rows + {n} * count_rows + row, tl.where(valid_row, {name}, 0.0))"
+            for n, name in enumerate(terms.read_names(plan))
+        ),
+    ]
+    return make_kernel(
+        "read", _inputs(plan, flags), _scalars(plan, False), ["rows"], CONSTANTS, _one_row(body), KERNEL_NAMES
     )
 
 
@@ -215,28 +234,33 @@ def _reduce(layout: Layout, n: int, value: str) -> list[str]:
 _NEUTRAL = {"sum": "0.0", "min": "INFINITY", "max": "-INFINITY"}
 
 
+def reduce_chunk(plan: Plan, kind: str, each: str = "1.0") -> list[str]:
+    """Reduces ``row0 …`` of a chunk where ``exists`` holds, ``each`` to count; stores the kind's partial results."""
+    layout, lines = layout_of(plan), []
+    for place, n in enumerate(layout.of_kind(kind)):
+        reduction = layout.reductions[n]
+        value = f"row{reduction.row}" if reduction.row >= 0 else each
+        lines.append(f"value = tl.where(exists, {value}, {_NEUTRAL[reduction.op]})")
+        lines += _reduce(layout, n, "value")
+        lines.append(f"tl.store(partials_{kind} + {place} * chunks_{kind} + chunk, reduced{n})")
+    return lines
+
+
 @functools.lru_cache(maxsize=256)
 def partial(plan: Plan) -> Kernel:
     """Values, measures and the first step of their reductions: one program per chunk of tokens, in a fixed order."""
-    layout = layout_of(plan)
     body = [
         "chunk = tl.program_id(0)",
         "tokens = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)",
         "inside = tokens < count_rows",
         "exists = tl.load(valid + tokens, mask=inside, other=0) != 0",
     ]
-    code = row.TokenCode(plan)
+    code = terms.TokenCode(plan)
     body += code.lines()
-    for n, reduction in enumerate(layout.reductions):
-        if reduction.row < 0:
-            body.append("value = tl.where(exists, 1.0, 0.0)")
-        else:
-            body.append(f"value = tl.where(exists, row{reduction.row}, {_NEUTRAL[reduction.op]})")
-        body += _reduce(layout, n, "value")
-        body.append(f"tl.store(partials + {n} * chunks + chunk, reduced{n})")
+    body += reduce_chunk(plan, "token")
     inputs = ["valid", "rows", "hyper", *(f"token{n}" for n, _ in enumerate(plan.input_names)), *extra_inputs(plan)]
     names = {**KERNEL_NAMES, **{name: bound(item) for name, item in code.functions.items()}}
-    return make_kernel("partial", inputs, ["count_rows", "chunks"], ["partials"], ["CHUNK"], body, names)
+    return make_kernel("partial", inputs, ["count_rows", "chunks_token"], ["partials_token"], ["CHUNK"], body, names)
 
 
 @functools.lru_cache(maxsize=256)
@@ -244,38 +268,49 @@ def results(plan: Plan) -> Kernel:
     """The second step: every chunk's reductions → the vector of ``layout.scalar_count`` results; one program."""
     layout = layout_of(plan)
     body = ["offsets = tl.arange(0, CHUNK)"]
-    for n, reduction in enumerate(layout.reductions):
-        body.append(f"part{n} = tl.full([CHUNK], {_NEUTRAL[reduction.op]}, tl.float32)")
-    loop = ["inside = begin + offsets < chunks"]
-    for n, reduction in enumerate(layout.reductions):
-        neutral = _NEUTRAL[reduction.op]
-        loop.append(f"value = tl.load(partials + {n} * chunks + begin + offsets, mask=inside, other={neutral})")
-        if reduction.op == "sum":
-            loop.append(f"part{n} = part{n} + value")
-        else:
-            loop.append(f"part{n} = tl.{reduction.op}imum(part{n}, value, propagate_nan=tl.PropagateNan.ALL)")
-    body += ["for begin in range(0, chunks, CHUNK):", *indent(loop)]
-    for n, _ in enumerate(layout.reductions):
-        body += _reduce(layout, n, f"part{n}")
+    for kind in layout.kinds:
+        body += _join_chunks(layout, kind)
     body.append("loss = 0.0")
     for i, planned in enumerate(plan.losses):
         body += [
             f"weight = tl.load(hyper + {planned.weight})",
-            f"loss = loss + tl.where(weight == 0.0, 0.0, weight * reduced{1 + i})",
-            f"tl.store(scalars + {1 + i}, reduced{1 + i})",
+            f"value = {' + '.join(f'reduced{n}' for n in layout.losses[i])}",
+            "loss = loss + tl.where(weight == 0.0, 0.0, weight * value)",
+            f"tl.store(scalars + {1 + i}, value)",
         ]
     body.append("tl.store(scalars, loss)")
     position = 1 + len(plan.losses)
     for reported in layout.metrics:
         value, weight = f"reduced{reported.value}", f"reduced{reported.weight}"
         if reported.kind in ("mean", "exp_mean"):
-            value = f"tl.where({weight} > 0.0, {value} / tl.where({weight} > 0.0, {weight}, 1.0), 0.0)"
+            value = f"tl.where({weight} != 0.0, {value} / tl.where({weight} != 0.0, {weight}, 1.0), 0.0)"
             value = f"tl.exp({value})" if reported.kind == "exp_mean" else value
         else:
-            value = f"tl.where({weight} > 0.0, {value}, 0.0)"
+            value = f"tl.where({weight} != 0.0, {value}, 0.0)"
         body.append(f"tl.store(scalars + {position}, {value})")
         position += 1
     for n, _ in enumerate(layout.reductions):
         body.append(f"tl.store(scalars + {position + n}, reduced{n})")
     assert position + len(layout.reductions) == scalar_count(plan)
-    return make_kernel("results", ["partials", "hyper"], ["chunks"], ["scalars"], ["CHUNK"], body, KERNEL_NAMES)
+    partials = [f"partials_{kind}" for kind in layout.kinds]
+    chunks = [f"chunks_{kind}" for kind in layout.kinds]
+    return make_kernel("results", [*partials, "hyper"], chunks, ["scalars"], ["CHUNK"], body, KERNEL_NAMES)
+
+
+def _join_chunks(layout: Layout, kind: str) -> list[str]:
+    """Every chunk's partial results of a kind → ``reduced0 …``, in a fixed order."""
+    lines, loop = [], [f"inside = begin + offsets < chunks_{kind}"]
+    for place, n in enumerate(layout.of_kind(kind)):
+        op = layout.reductions[n].op
+        neutral = _NEUTRAL[op]
+        lines.append(f"part{n} = tl.full([CHUNK], {neutral}, tl.float32)")
+        where = f"partials_{kind} + {place} * chunks_{kind} + begin + offsets"
+        loop.append(f"value = tl.load({where}, mask=inside, other={neutral})")
+        if op == "sum":
+            loop.append(f"part{n} = part{n} + value")
+        else:
+            loop.append(f"part{n} = tl.{op}imum(part{n}, value, propagate_nan=tl.PropagateNan.ALL)")
+    lines += [f"for begin in range(0, chunks_{kind}, CHUNK):", *indent(loop)]
+    for n in layout.of_kind(kind):
+        lines += _reduce(layout, n, f"part{n}")
+    return lines

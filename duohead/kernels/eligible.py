@@ -84,6 +84,16 @@ def is_fused(plan: Plan) -> bool:
     return bool(plan.losses) and not plan.sums and _one_launch(terms, measures)
 
 
+@functools.lru_cache(maxsize=256)
+def is_sequenced(plan: Plan) -> bool:
+    """Whether kernels do everything in two launches over the vocabulary, terms over sequences and pairs too."""
+    if is_fused(plan) or not plan.needs_segments:
+        return False
+    terms = [part.term for loss in plan.losses for part in loss.parts]
+    measures = [item.measure for loss in plan.losses for item in loss.measurements]
+    return all(term.has_derivatives for term in terms) and _first_fault([*terms, *measures]) is None
+
+
 @functools.lru_cache(maxsize=1024)
 def fault(item: Bound) -> str | None:
     """What in a term's source Triton's compiler would not take, or None."""

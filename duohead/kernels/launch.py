@@ -50,7 +50,7 @@ def shape_of(kind: str, plan: Plan, width: int, item_size: int, device: Device) 
     if kind == "write":
         return Shape(4, 4, False)
     if kind in ("statistics", "jsd"):
-        return Shape(16, 1 if plan.teachers else 2, False)
+        return Shape(16, 1, False) if plan.teachers else Shape(4, 4, False)
     ahead, size = device.capability >= 90, width * item_size
     if plan.teachers:
         return Shape(8, 2, ahead) if size <= SHORT_ROW else Shape(32, 2, ahead)
@@ -122,6 +122,45 @@ def partial_launch(kernel: Kernel, rows: int) -> Launch:
 def results_launch(kernel: Kernel) -> Launch:
     """One program for all results."""
     return Launch(kernel, 1, {"CHUNK": 64}, 1)
+
+
+#: tokens per span, and per program of the sums over sequences
+SPAN = 1024
+#: spans searched at once
+SPANS = 128
+#: tokens, sequences or pairs per program of the terms between two launches
+ITEMS = 128
+
+
+def spans_of(rows: int) -> int:
+    """Spans of tokens."""
+    return -(-rows // SPAN)
+
+
+def items_of(count: int) -> int:
+    """Programs over tokens, sequences or pairs."""
+    return -(-count // ITEMS)
+
+
+def span_launch(kernel: Kernel, rows: int) -> Launch:
+    """One program per span of tokens."""
+    return Launch(kernel, spans_of(rows), {"CHUNK": SPAN}, 4)
+
+
+def sum_launch(kernel: Kernel, num_segments: int) -> Launch:
+    """One program per segment."""
+    return Launch(kernel, num_segments, {"CHUNK": SPAN, "SPANS": SPANS}, 4)
+
+
+def counts_launch(kernel: Kernel) -> Launch:
+    """One program that counts tokens, sequences and pairs."""
+    return Launch(kernel, 1, {"CHUNK": 1024}, 8)
+
+
+def item_launch(kernel: Kernel, count: int) -> Launch:
+    """One program per chunk of tokens, sequences or pairs."""
+    constants = {"CHUNK": ITEMS, "PAIRS": 32}
+    return Launch(kernel, items_of(count), {name: constants[name] for name in kernel.constants}, 4)
 
 
 def arguments(kernel: Kernel, values: Mapping[str, Any]) -> list[Any]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from duohead.engine import Evaluation
+from duohead.kernels.eligible import is_fused
+from duohead.loss import Output
 from duohead.metrics import KINDS, Total, finish
 from duohead.plan import Operand, Pairing, Plan
 from duohead.seam import Aux
@@ -63,10 +65,15 @@ def saved_rows(names: Sequence[str], normalisers: Normalisers, coefficients: Coe
 
 
 class Reduction(NamedTuple):
-    """One reduction over the tokens: ``op`` sum, min or max of a row; row −1 counts the valid tokens."""
+    """One reduction: ``op`` sum, min or max of a row over the tokens, sequences or pairs; row −1 counts them."""
 
     row: int
     op: str
+    kind: str = "token"
+
+
+#: what rows are over
+KINDS_OF_ROWS = ("token", "sequence", "pair")
 
 
 class Reported(NamedTuple):
@@ -79,31 +86,47 @@ class Reported(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The statistics that the fused kernel stores per token, and what the reduction makes of them.
+    """The statistics that the kernels store per token, and what the reductions make of them.
 
-    ``stored`` are keys of statistics. ``rows``, what is reduced, are keys ``("loss", l)``,
-    ``("output", l, measurement, output)``, ``("product", …)`` or ``("statistic", name, softmax)``.
+    ``stored`` are keys of statistics. ``rows``, what is reduced, are keys ``("loss", l, kind)``,
+    ``("output", l, measurement, output)``, ``("product", …)`` or ``("statistic", name, softmax)``. ``losses`` are the
+    reductions whose sum each loss is.
     """
 
     stored: tuple[tuple[Any, ...], ...]
     rows: tuple[tuple[Any, ...], ...]
     reductions: tuple[Reduction, ...]
+    losses: tuple[tuple[int, ...], ...]
     metrics: tuple[Reported, ...]
     tokens: tuple[tuple[str, int], ...]
+
+    def of_kind(self, kind: str) -> list[int]:
+        """The reductions over one kind, in the order of their partial results."""
+        return [n for n, reduction in enumerate(self.reductions) if reduction.kind == kind]
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds that are reduced over."""
+        return [kind for kind in KINDS_OF_ROWS if self.of_kind(kind)]
 
 
 class _Collector:
     def __init__(self) -> None:
         self.rows: list[tuple[Any, ...]] = []
-        self.reductions: list[Reduction] = [Reduction(-1, "sum")]
+        self.reductions: list[Reduction] = [Reduction(-1, "sum")]  # the valid tokens
 
     def row(self, key: tuple[Any, ...]) -> int:
         if key not in self.rows:
             self.rows.append(key)
         return self.rows.index(key)
 
-    def reduce(self, key: tuple[Any, ...], op: str) -> int:
-        wanted = Reduction(self.row(key), op)
+    def reduce(self, key: tuple[Any, ...], op: str, kind: str = "token") -> int:
+        return self._index(Reduction(self.row(key), op, kind))
+
+    def count(self, kind: str) -> int:
+        return self._index(Reduction(-1, "sum", kind))
+
+    def _index(self, wanted: Reduction) -> int:
         if wanted not in self.reductions:
             self.reductions.append(wanted)
         return self.reductions.index(wanted)
@@ -120,25 +143,23 @@ _TOKENS = {"logprobs": "logprob", "entropy": "entropy", "lse": "lse"}
 
 @functools.lru_cache(maxsize=256)
 def layout_of(plan: Plan) -> Layout:
-    """The rows and reductions of a plan whose losses and measures are all per token.
-
-    Reduction 0 counts the valid tokens, and the next ones are the losses in the plan's order.
-    """
+    """The rows and reductions of a plan whose terms all run in kernels; reduction 0 counts the valid tokens."""
     found = _Collector()
-    for i, _ in enumerate(plan.losses):
-        found.reduce(("loss", i), "sum")
+    losses = tuple(
+        tuple(found.reduce(("loss", i, kind), "sum", kind) for kind in dict.fromkeys(part.kind for part in loss.parts))
+        for i, loss in enumerate(plan.losses)
+    )
     metrics: list[Reported] = []
+    sequences = found.count("sequence") if plan.needs_segments and not is_fused(plan) else -1
     for i, loss in enumerate(plan.losses):
         for m, measurement in enumerate(loss.measurements):
             for o, output in enumerate(measurement.outputs):
-                weighted = output.weight >= 0
-                weight = found.reduce(("output", i, m, output.weight), "sum") if weighted and output.metrics else 0
-                for name, kind in output.metrics:
-                    op = kind if kind in ("min", "max") else "sum"
-                    key = ("product" if weighted and op == "sum" else "output", i, m, o)
-                    metrics.append(Reported(f"{loss.name}/{name}", kind, found.reduce(key, op), weight))
+                if output.metrics:
+                    metrics += _reported(found, loss.name, measurement.kind, output, (i, m, o))
         if "num_tokens" in loss.counts:
             metrics.append(Reported(f"{loss.name}/num_tokens", "sum", 0, 0))
+        if "num_segments" in loss.counts and sequences >= 0:
+            metrics.append(Reported(f"{loss.name}/num_segments", "sum", sequences, 0))
     for name in plan.head_metrics:
         if name == "num_tokens":
             metrics.append(Reported("head/num_tokens", "sum", 0, 0))
@@ -148,13 +169,26 @@ def layout_of(plan: Plan) -> Layout:
             metrics.append(Reported(f"head/{name}", kind, value, 0))
     stored = stored_statistics(plan)
     tokens = tuple((name, stored.index((_TOKENS[name], plan.head))) for name in plan.tokens)
-    return Layout(stored, tuple(found.rows), tuple(found.reductions), tuple(metrics), tokens)
+    return Layout(stored, tuple(found.rows), tuple(found.reductions), losses, tuple(metrics), tokens)
+
+
+def _reported(found: _Collector, loss: str, kind: str, output: Output, place: tuple[int, int, int]) -> list[Reported]:
+    """The metrics of one output of a measure over tokens, sequences or pairs."""
+    weighted = output.weight >= 0
+    weight = found.reduce(("output", *place[:2], output.weight), "sum", kind) if weighted else found.count(kind)
+    metrics = []
+    for name, how in output.metrics:
+        op = how if how in ("min", "max") else "sum"
+        key = ("product" if weighted and op == "sum" else "output", *place)
+        metrics.append(Reported(f"{loss}/{name}", how, found.reduce(key, op, kind), weight))
+    return metrics
 
 
 def stored_statistics(plan: Plan) -> tuple[tuple[Any, ...], ...]:
-    """The keys of the statistics that values, measures, metrics and token outputs need."""
+    """The keys of the statistics that values, measures, sequence sums, metrics and token outputs need."""
     given = [part.operands for loss in plan.losses for part in loss.parts]
     given += [measurement.operands for loss in plan.losses for measurement in loss.measurements]
+    given += [(wanted.base,) if wanted.minus is None else (wanted.base, wanted.minus) for wanted in plan.sums]
     operands = [operand for some in given for operand in some if operand.source == "statistic"]
     head = [_HEAD[name][0].removeprefix("negative_") for name in plan.head_metrics if name != "num_tokens"]
     head += [_TOKENS[name] for name in plan.tokens]
@@ -171,7 +205,7 @@ def scalar_count(plan: Plan) -> int:
 def evaluation(
     xp: Any, plan: Plan, layout: Layout, results: Any, rows: Array, shape: tuple[int, ...], num_segments: Array | None
 ) -> Evaluation:
-    """The fused kernel's result as an Evaluation: ``results`` are scalars, ``rows [rows, T]`` its per-token rows."""
+    """The kernels' results as an Evaluation: ``results`` are scalars, ``rows [rows, T]`` the stored statistics."""
     first_metric = 1 + len(plan.losses)
     first_part = first_metric + len(layout.metrics)
     losses = {loss.name: results[1 + i] for i, loss in enumerate(plan.losses)}
@@ -181,7 +215,7 @@ def evaluation(
         for item in layout.metrics
     }
     for loss in plan.losses:
-        if "num_segments" in loss.counts:
+        if "num_segments" in loss.counts and num_segments is not None:
             name = f"{loss.name}/num_segments"
             parts[name] = Total(num_segments, results[first_part])
             values[name] = finish(xp, parts[name])

@@ -88,8 +88,9 @@ def orpo(chosen_logprob_mean, rejected_logprob_mean, beta):  # type: ignore[no-u
 def kto(  # type: ignore[no-untyped-def]
     reward, advantages_mean, beta, desirable_weight, undesirable_weight, reference_point
 ):
-    sign = where(advantages_mean > 0.0, 1.0, where(advantages_mean < 0.0, -1.0, 0.0))
-    weight = where(sign > 0.0, desirable_weight, where(sign < 0.0, undesirable_weight, 0.0))
+    # NaN is neither, and must not count as a sequence that is neither.
+    sign = where(advantages_mean > 0.0, 1.0, where(advantages_mean < 0.0, -1.0, advantages_mean))
+    weight = where(sign > 0.0, desirable_weight, where(sign < 0.0, undesirable_weight, sign))
     # A sequence that is neither has no reward to speak of, whatever its log-probability.
     z = where(sign == 0.0, 0.0, beta * sign * (reward - reference_point))
     # 1 − σ(z) is σ(−z)
