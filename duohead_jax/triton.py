@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -89,6 +91,18 @@ def _shape(plan: Plan, call: Call, columns: Columns) -> Shape:
     return Shape(plan, rows, width, columns.size, columns.padded, call.labels is not None)
 
 
+@functools.cache
+def _jax_triton() -> Any:
+    """jax-triton, whose import would leave Triton no cache folder: torch's kernels in the same process need one."""
+    folder = os.environ.get("TRITON_CACHE_DIR")
+    module = importlib.import_module("jax_triton")
+    if folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+    else:
+        os.environ.pop("TRITON_CACHE_DIR", None)
+    return module
+
+
 def start(
     made: Any, values: Mapping[str, Any], outputs: Mapping[str, Any], aliases: Mapping[str, str] | None = None
 ) -> dict[str, jax.Array]:
@@ -96,8 +110,7 @@ def start(
     kernel = made.kernel
     if made.grid == 0:
         return {name: jnp.zeros(outputs[name].shape, outputs[name].dtype) for name in kernel.outputs}
-    import jax_triton
-
+    jax_triton = _jax_triton()
     taken = {kernel.inputs.index(source): kernel.outputs.index(target) for source, target in (aliases or {}).items()}
     found = jax_triton.triton_call(
         *(values[name] for name in (*kernel.inputs, *kernel.scalars)),
@@ -233,7 +246,7 @@ def write(
 class Fused(NamedTuple):
     """What one fused launch gives."""
 
-    scalars: jax.Array
+    scalars: layout.Scalars
     rows: jax.Array
     saved: jax.Array
     gradient: jax.Array | None
@@ -271,12 +284,27 @@ def fused(
         values["chunks_token"] = chunks
         partial = launches.partial_launch(build.partial(plan), count)
         values |= start(partial, values, {"partials_token": _float(len(described.reductions), chunks)})
-        results = start(
-            launches.results_launch(build.results(plan)), values, {"scalars": _float(layout.scalar_count(plan))}
-        )
-        return Fused(results["scalars"], found["rows"], found["saved"], found.get("gradient"))
+        return Fused(_results(plan, values), found["rows"], found["saved"], found.get("gradient"))
 
     return in_turn(launch)(call, extras, upstream, old)
+
+
+#: pointers that one launch takes: 4 KB of parameters, less some
+MAX_LEAVES = 480
+
+
+def _results(plan: Plan, values: Mapping[str, Any]) -> layout.Scalars:
+    """Losses and metrics, each in a buffer of its own where a launch takes so many: XLA copies out one by one."""
+    from duohead.kernels import build, launch
+
+    leaves = layout.leaf_count(plan)
+    if leaves > MAX_LEAVES:
+        count = layout.scalar_count(plan)
+        found = start(launch.results_launch(build.results(plan)), values, {"scalars": _float(count)})
+        return layout.of_vector(plan, [found["scalars"][n] for n in range(count)])
+    kernel = build.results(plan, leaves=True)
+    found = start(launch.results_launch(kernel), values, dict.fromkeys(kernel.outputs, _float()))
+    return layout.of_leaves(plan, [found[name] for name in kernel.outputs])
 
 
 class Segments(NamedTuple):
@@ -303,7 +331,6 @@ def sequenced(shape: Shape, call: Call, tokens: Sequence[jax.Array], segments: S
         "pair_cotangents": _float(len(sequences.pair_cotangents(plan)), pairs),
         "cotangents": _float(len(sequences.sum_cotangents(plan)), number),
         "saved": _float(len(layout.saved_names(plan)), count),
-        "scalars": _float(layout.scalar_count(plan)),
         **{
             f"partials_{kind}": _float(len(described.of_kind(kind)), launches.items_of(items))
             for kind, items in over.items()
@@ -316,7 +343,6 @@ def sequenced(shape: Shape, call: Call, tokens: Sequence[jax.Array], segments: S
         *([launches.item_launch(sequences.pairs(plan), pairs)] if plan.needs_pairs else []),
         launches.item_launch(sequences.sequences(plan), number),
         launches.item_launch(sequences.tokens(plan), count),
-        launches.results_launch(build.results(plan)),
     ]
 
     def launch(call: Call, tokens: Sequence[jax.Array], segments: Segments) -> Fused:
@@ -337,7 +363,7 @@ def sequenced(shape: Shape, call: Call, tokens: Sequence[jax.Array], segments: S
         values |= _Launcher(shape, call).run("statistics", kernel, {"rows": outputs["rows"]})
         for made in launched:
             values |= start(made, values, outputs)
-        return Fused(values["scalars"], values["rows"], values["saved"], None)
+        return Fused(_results(plan, values), values["rows"], values["saved"], None)
 
     return in_turn(launch)(call, tokens, segments)
 
@@ -401,10 +427,7 @@ def _run(
         result = sequenced(shape, call, tokens, given, inputs.num_segments)
     else:
         return _run_in_two(static, plan, arrays, logits, columns, inputs)
-    scalars = [result.scalars[n] for n in range(layout.scalar_count(plan))]
-    evaluation = layout.evaluation(
-        namespace, plan, layout.layout_of(plan), scalars, result.rows, inputs.valid.shape, segments
-    )
+    evaluation = layout.evaluation(namespace, plan, result.scalars, result.rows, inputs.valid.shape, segments)
     return Done(evaluation, result.saved, result.gradient)
 
 

@@ -67,7 +67,6 @@ class Facts(NamedTuple):
     sequenced: bool
     fault: tuple[str, str] | None
     saved: tuple[str, ...]
-    layout: layout.Layout | None
 
 
 def facts_of(plan: Plan) -> Facts:
@@ -80,8 +79,7 @@ def facts_of(plan: Plan) -> Facts:
 @functools.lru_cache(maxsize=256)
 def _facts(plan: Plan) -> Facts:
     fused, sequenced = is_fused(plan), is_sequenced(plan)
-    described = layout.layout_of(plan) if fused or sequenced else None
-    return Facts(fused, sequenced, plan_fault(plan), layout.saved_names(plan), described)
+    return Facts(fused, sequenced, plan_fault(plan), layout.saved_names(plan))
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[attr-defined,untyped-decorator]
@@ -455,13 +453,10 @@ class TritonRunner:
             result = fused(call, tokens, extras, upstream, gradient, accumulate)
         else:
             result = sequenced(call, _token_inputs(job.inputs), _segments(job.inputs))
-        described = facts_of(job.plan).layout
-        assert described is not None
         found = layout.evaluation(
             namespace,
             job.plan,
-            described,
-            result.scalars.unbind(),
+            layout.of_vector(job.plan, result.scalars.unbind()),
             result.rows,
             tuple(job.inputs.valid.shape),
             segments,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from duohead.kernels import row, sweeps, terms
 from duohead.kernels.bind import KERNEL_NAMES, bound
-from duohead.kernels.layout import Layout, layout_of, scalar_count
+from duohead.kernels.layout import Layout, Reported, layout_of, leaf_count, scalar_count
 from duohead.kernels.source import Kernel, indent, make_kernel
 from duohead.plan import Plan
 
@@ -264,37 +264,53 @@ def partial(plan: Plan) -> Kernel:
 
 
 @functools.lru_cache(maxsize=256)
-def results(plan: Plan) -> Kernel:
-    """The second step: every chunk's reductions → the vector of ``layout.scalar_count`` results; one program."""
+def results(plan: Plan, leaves: bool = False) -> Kernel:
+    """The second step: every chunk's reductions → the results; one program.
+
+    They are one vector of ``layout.scalar_count``, or with ``leaves`` buffers of their own (``layout.of_leaves``):
+    where a framework would launch a copy for every scalar that it takes out of a vector.
+    """
     layout = layout_of(plan)
     body = ["offsets = tl.arange(0, CHUNK)"]
     for kind in layout.kinds:
         body += _join_chunks(layout, kind)
     body.append("loss = 0.0")
+    losses, metrics = [], []
     for i, planned in enumerate(plan.losses):
         body += [
             f"weight = tl.load(hyper + {planned.weight})",
-            f"value = {' + '.join(f'reduced{n}' for n in layout.losses[i])}",
-            "loss = loss + tl.where(weight == 0.0, 0.0, weight * value)",
-            f"tl.store(scalars + {1 + i}, value)",
+            f"loss{i} = {' + '.join(f'reduced{n}' for n in layout.losses[i])}",
+            f"loss = loss + tl.where(weight == 0.0, 0.0, weight * loss{i})",
         ]
-    body.append("tl.store(scalars, loss)")
-    position = 1 + len(plan.losses)
-    for reported in layout.metrics:
-        value, weight = f"reduced{reported.value}", f"reduced{reported.weight}"
-        if reported.kind in ("mean", "exp_mean"):
-            value = f"tl.where({weight} != 0.0, {value} / tl.where({weight} != 0.0, {weight}, 1.0), 0.0)"
-            value = f"tl.exp({value})" if reported.kind == "exp_mean" else value
-        else:
-            value = f"tl.where({weight} != 0.0, {value}, 0.0)"
-        body.append(f"tl.store(scalars + {position}, {value})")
-        position += 1
-    for n, _ in enumerate(layout.reductions):
-        body.append(f"tl.store(scalars + {position + n}, reduced{n})")
-    assert position + len(layout.reductions) == scalar_count(plan)
+        losses.append(f"loss{i}")
+    for i, reported in enumerate(layout.metrics):
+        body.append(f"metric{i} = {_metric(reported)}")
+        metrics.append(f"metric{i}")
+    if leaves:
+        parts = [f"reduced{item.value}" for item in layout.metrics] + [
+            f"reduced{item.weight}" for item in layout.metrics
+        ]
+        found = ["loss", "reduced0", *losses, *metrics, *parts]
+        outputs = [f"leaf{n}" for n, _ in enumerate(found)]
+        body += [f"tl.store({place}, {value})" for place, value in zip(outputs, found, strict=True)]
+        assert len(found) == leaf_count(plan)
+    else:
+        found = ["loss", *losses, *metrics, *(f"reduced{n}" for n, _ in enumerate(layout.reductions))]
+        outputs = ["scalars"]
+        body += [f"tl.store(scalars + {n}, {value})" for n, value in enumerate(found)]
+        assert len(found) == scalar_count(plan)
     partials = [f"partials_{kind}" for kind in layout.kinds]
     chunks = [f"chunks_{kind}" for kind in layout.kinds]
-    return make_kernel("results", [*partials, "hyper"], chunks, ["scalars"], ["CHUNK"], body, KERNEL_NAMES)
+    return make_kernel("results", [*partials, "hyper"], chunks, outputs, ["CHUNK"], body, KERNEL_NAMES)
+
+
+def _metric(reported: Reported) -> str:
+    """A metric from its value and weight, as in ``duohead.metrics.finish``."""
+    value, weight = f"reduced{reported.value}", f"reduced{reported.weight}"
+    if reported.kind not in ("mean", "exp_mean"):
+        return f"tl.where({weight} != 0.0, {value}, 0.0)"
+    mean = f"tl.where({weight} != 0.0, {value} / tl.where({weight} != 0.0, {weight}, 1.0), 0.0)"
+    return f"tl.exp({mean})" if reported.kind == "exp_mean" else mean
 
 
 def _join_chunks(layout: Layout, kind: str) -> list[str]:

@@ -50,7 +50,7 @@ def shape_of(kind: str, plan: Plan, width: int, item_size: int, device: Device) 
     if kind == "write":
         return Shape(4, 4, False)
     if kind in ("statistics", "jsd"):
-        return Shape(16, 1, False) if plan.teachers else Shape(4, 4, False)
+        return Shape(4, 2 if plan.teachers else 4, False)
     ahead, size = device.capability >= 90, width * item_size
     if plan.teachers:
         return Shape(8, 2, ahead) if size <= SHORT_ROW else Shape(32, 2, ahead)

@@ -202,26 +202,67 @@ def scalar_count(plan: Plan) -> int:
     return 1 + len(plan.losses) + len(layout.metrics) + len(layout.reductions)
 
 
+class Scalars(NamedTuple):
+    """The results as scalars; ``parts`` are each metric's value and weight."""
+
+    loss: Array
+    losses: Sequence[Array]
+    metrics: Sequence[Array]
+    parts: Sequence[tuple[Array, Array]]
+    num_tokens: Array
+
+
+def of_vector(plan: Plan, results: Sequence[Array]) -> Scalars:
+    """The scalars of a vector of ``scalar_count`` results."""
+    layout, first_metric = layout_of(plan), 1 + len(plan.losses)
+    reduced = results[first_metric + len(layout.metrics) :]
+    return Scalars(
+        results[0],
+        results[1:first_metric],
+        results[first_metric : first_metric + len(layout.metrics)],
+        [(reduced[item.value], reduced[item.weight]) for item in layout.metrics],
+        reduced[0],
+    )
+
+
+def leaf_count(plan: Plan) -> int:
+    """How many scalars the results are where each has a buffer of its own, those that are equal too."""
+    return 2 + len(plan.losses) + 3 * len(layout_of(plan).metrics)
+
+
+def of_leaves(plan: Plan, leaves: Sequence[Array]) -> Scalars:
+    """The scalars of ``leaf_count`` buffers: loss, number of tokens, losses, metrics, values, weights."""
+    losses, metrics = len(plan.losses), len(layout_of(plan).metrics)
+    first_metric = 2 + losses
+    values = first_metric + metrics
+    weights = values + metrics
+    return Scalars(
+        leaves[0],
+        leaves[2:first_metric],
+        leaves[first_metric:values],
+        list(zip(leaves[values:weights], leaves[weights:], strict=True)),
+        leaves[1],
+    )
+
+
 def evaluation(
-    xp: Any, plan: Plan, layout: Layout, results: Any, rows: Array, shape: tuple[int, ...], num_segments: Array | None
+    xp: Any, plan: Plan, scalars: Scalars, rows: Array, shape: tuple[int, ...], num_segments: Array | None
 ) -> Evaluation:
-    """The kernels' results as an Evaluation: ``results`` are scalars, ``rows [rows, T]`` the stored statistics."""
-    first_metric = 1 + len(plan.losses)
-    first_part = first_metric + len(layout.metrics)
-    losses = {loss.name: results[1 + i] for i, loss in enumerate(plan.losses)}
-    values = {item.name: results[first_metric + i] for i, item in enumerate(layout.metrics)}
+    """The kernels' results as an Evaluation; ``rows [rows, T]`` are the stored statistics."""
+    layout = layout_of(plan)
+    losses = {loss.name: value for loss, value in zip(plan.losses, scalars.losses, strict=True)}
+    values = {item.name: value for item, value in zip(layout.metrics, scalars.metrics, strict=True)}
     parts: dict[str, Any] = {
-        item.name: KINDS[item.kind](results[first_part + item.value], results[first_part + item.weight])
-        for item in layout.metrics
+        item.name: KINDS[item.kind](*part) for item, part in zip(layout.metrics, scalars.parts, strict=True)
     }
     for loss in plan.losses:
         if "num_segments" in loss.counts and num_segments is not None:
             name = f"{loss.name}/num_segments"
-            parts[name] = Total(num_segments, results[first_part])
+            parts[name] = Total(num_segments, scalars.num_tokens)
             values[name] = finish(xp, parts[name])
     tokens = {name: rows[row].reshape(shape) for name, row in layout.tokens}
     metrics = {name: values[name] for name in parts}
-    return Evaluation(results[0], Aux(losses, metrics, tokens, parts), (), ())  # type: ignore[arg-type]
+    return Evaluation(scalars.loss, Aux(losses, metrics, tokens, parts), (), ())  # type: ignore[arg-type]
 
 
 def statistic_key(operand: Operand) -> tuple[Any, ...]:

@@ -6,7 +6,9 @@ that take over an input's memory, everything else compile-time constants.
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
+import os
 import sys
 import types
 from typing import Any
@@ -131,6 +133,31 @@ def test_against_the_oracle_and_torch(name: str, dtype: str) -> None:
     for key, value in same_aux.metrics.items():
         np.testing.assert_array_equal(aux.metrics[key], value)
     np.testing.assert_array_equal(np.asarray(gradient, np.float32), theirs.float())
+
+
+def test_results_in_one_vector_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, inputs = HeadSpec.from_dict(SETS["sequences"]), random_inputs("sequences", 300)
+    loss, aux, _ = run(head, to_jax(inputs, "float32"))
+    jax.clear_caches()
+    monkeypatch.setattr(triton, "MAX_LEAVES", 0)
+    same, other, _ = run(head, to_jax(inputs, "float32"))
+    np.testing.assert_array_equal(loss, same)
+    for found, wanted in zip(jax.tree.leaves(other), jax.tree.leaves(aux), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("folder", ["", "/some/cache", None])
+def test_the_import_leaves_triton_its_cache_folder(folder: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> Any:
+        os.environ["TRITON_CACHE_DIR"] = ""
+        return name
+
+    monkeypatch.setattr(importlib, "import_module", load)
+    monkeypatch.setenv("TRITON_CACHE_DIR", folder or "")
+    if folder is None:
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+    assert triton._jax_triton.__wrapped__() == "jax_triton"
+    assert os.environ.get("TRITON_CACHE_DIR") == (folder or None)
 
 
 def test_upstream_accumulate_and_vmap() -> None:
