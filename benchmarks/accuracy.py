@@ -91,9 +91,11 @@ def jax_run(loss_of: Callable[[jax.Array, jax.Array], jax.Array]) -> Run:
     return run
 
 
-def duohead_run(implementation: str) -> Run:
+def duohead_run(implementation: str, device: str = "cpu") -> Run:
     return torch_run(
-        lambda x, labels: duohead_torch.monolithic_loss(x, labels=labels, implementation=implementation).loss
+        lambda x, labels: (
+            duohead_torch.monolithic_loss(x.to(device), labels=labels.to(device), implementation=implementation).loss
+        )
     )
 
 
@@ -123,9 +125,16 @@ def liger_run() -> Run | None:
     return run
 
 
+#: what runs on a GPU; JAX runs there by default
+GPU_RUNS: dict[str, Run] = {
+    "duohead, torch triton": duohead_run("triton", "cuda"),
+    "duohead, jax": RUNS["duohead, jax xla"],
+    "F.cross_entropy": torch_run(lambda x, labels: F.cross_entropy(x.cuda(), labels.cuda())),
+    "optax": RUNS["optax"],
+}
 LIGER = liger_run()
 if LIGER is not None:
-    RUNS["Liger"] = LIGER
+    GPU_RUNS["Liger"] = LIGER
 
 
 def last_places(found: np.ndarray, wanted: np.ndarray, dtype: str) -> int:
@@ -164,14 +173,14 @@ def errors(run: Run, inputs: Inputs, dtype: str) -> Errors:
     )
 
 
-def table() -> str:
+def table(runs: dict[str, Run]) -> str:
     lines = []
     for title, inputs in SETS.items():
         lines += [f"## {title}", ""]
         for dtype in DTYPES:
             lines += [f"| {dtype} | loss, relative | gradient, rms | gradient, largest | last places |"]
             lines += ["| --- | --- | --- | --- | --- |"]
-            for name, run in RUNS.items():
+            for name, run in runs.items():
                 found = errors(run, inputs, dtype)
                 lines.append(f"| {name} | {found.loss:.1e} | {found.rms:.1e} | {found.largest:.1e} | {found.places} |")
             lines.append("")
@@ -194,8 +203,14 @@ decides is Σ e^(x − max), where a confident row has one 1 and thousands of nu
 the CPU adds them up apart from the ones, compiled torch, which would make long chains of the sum there, accumulates it
 in float64, and XLA and kernels sum in trees (a chain, as in `F.cross_entropy`, loses ten times as much where p is near
 1). Where duohead stands at 7 last places and optax at 3, p is made from log p, which entropy and KL need too: a number
-near 10, whose own rounding is a few last places of p. Liger's cross-entropy, a GPU kernel that writes the gradient over
-the logits, gets a row where it is installed beside a GPU.
+near 10, whose own rounding is a few last places of p.
+
+"""
+GPU_HEAD = """# Accuracy on a GPU
+
+The tables of [accuracy.md](accuracy.md) for what runs on a GPU, Liger's cross-entropy among it where it is installed;
+made by `python benchmarks/accuracy.py --gpu --write docs/accuracy_gpu.md` on {device}. `duohead, jax` is the kernel
+through jax-triton.
 
 """
 
@@ -203,10 +218,12 @@ the logits, gets a row where it is installed beside a GPU.
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", type=Path, help="the page to write; printed where left out")
+    parser.add_argument("--gpu", action="store_true", help="what runs on a GPU")
     options = parser.parse_args()
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, jax {jax.__version__}, "
     versions += f"optax {optax.__version__}."
-    page = HEAD + table() + "\n" + versions + "\n"
+    head = GPU_HEAD.format(device=torch.cuda.get_device_name()) if options.gpu else HEAD
+    page = head + table(GPU_RUNS if options.gpu else RUNS) + "\n" + versions + "\n"
     if options.write:
         options.write.write_text(page)
     print(page)

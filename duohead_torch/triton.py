@@ -322,47 +322,84 @@ def sequenced(call: Call, tokens: Sequence[torch.Tensor], segments: Segments) ->
     """Losses, metrics and what the write needs where terms are over sequences: one read, small launches after."""
     if torch.compiler.is_compiling():
         return Fused(*torch.ops.duohead.sequenced(*_operands(call), tokens, *segments))
-    from duohead.kernels import build, launch, sequences, terms
+    from duohead.kernels import build, terms
+
+    rows = call.hyper.new_empty(len(terms.read_names(call.plan)), call.logits.shape[0])
+    _Launcher(call).run("statistics", build.read(call.plan, _flags(call, gradient=False)), rows=rows)
+    return after_read(call, rows, tokens, segments)
+
+
+def after_read(
+    call: Call,
+    rows: torch.Tensor,
+    tokens: Sequence[torch.Tensor],
+    segments: Segments | None,
+    extras: dict[str, torch.Tensor | None] | None = None,
+) -> Fused:
+    """What follows a read whose ``rows`` are those of ``terms.read_names``; segments where a term is over sequences."""
+    from duohead.kernels import build, launch, sequences
 
     plan, make, count = call.plan, call.hyper.new_empty, call.logits.shape[0]
-    described, number = layout.layout_of(plan), segments.number
-    pairs = 0 if segments.pairs is None else segments.pairs.shape[0]
-    over = {"token": count, "sequence": number, "pair": pairs}
-    chunks = {f"chunks_{kind}": launch.items_of(items) for kind, items in over.items()}
-    spans = launch.spans_of(count)
     values: dict[str, Any] = {f"token{n}": array for n, array in enumerate(tokens)}
     values |= {
+        **(extras or {}),
         "valid": call.valid,
         "hyper": call.hyper,
-        "segment_ids": segments.ids,
-        "pairs": segments.pairs,
         "count_rows": count,
         "size": call.size,
+        "rows": rows,
+        "saved": make(len(layout.saved_names(plan)), count),
+        "scalars": make(layout.scalar_count(plan)),
+    }
+    if segments is not None:
+        values |= _over_sequences(call, values, segments)
+    elif "valid_count" in build.extra_inputs(plan):
+        values["valid_count"] = make(1)
+        _start(launch.count_launch(build.count_valid()), values)
+    values |= _partials(call, "token", count)
+    _start(launch.item_launch(sequences.tokens(plan), count), values)
+    _start(launch.results_launch(build.results(plan)), values)
+    return Fused(values["scalars"], rows, values["saved"])
+
+
+def _partials(call: Call, kind: str, count: int) -> dict[str, Any]:
+    """Where the chunks of tokens, sequences or pairs put what they reduce."""
+    from duohead.kernels import launch
+
+    chunks = launch.items_of(count)
+    rows = len(layout.layout_of(call.plan).of_kind(kind))
+    return {f"chunks_{kind}": chunks, f"partials_{kind}": call.hyper.new_empty(rows, chunks)}
+
+
+def _over_sequences(call: Call, given: dict[str, Any], segments: Segments) -> dict[str, Any]:
+    """Sequence sums, counts, and the terms over sequences and pairs."""
+    from duohead.kernels import launch, sequences
+
+    plan, make, count, number = call.plan, call.hyper.new_empty, call.logits.shape[0], segments.number
+    pairs = 0 if segments.pairs is None else segments.pairs.shape[0]
+    spans = launch.spans_of(count)
+    found = {
+        "segment_ids": segments.ids,
+        "pairs": segments.pairs,
         "span_count": spans,
         "num_segments": number,
         "count_pairs": pairs,
-        **chunks,
-        "rows": make(len(terms.read_names(plan)), count),
         "spans": torch.empty(sequences.SPAN_ROWS, spans, dtype=torch.int32, device=call.logits.device),
         "sums": make(1 + len(plan.sums), number),
         "counts": make(len(sequences.COUNTED)),
         "pair_cotangents": make(len(sequences.pair_cotangents(plan)), pairs),
         "cotangents": make(len(sequences.sum_cotangents(plan)), number),
-        "saved": make(len(layout.saved_names(plan)), count),
-        "scalars": make(layout.scalar_count(plan)),
-        **{f"partials_{kind}": make(len(described.of_kind(kind)), launch.items_of(over[kind])) for kind in over},
+        **_partials(call, "sequence", number),
+        **_partials(call, "pair", pairs),
     }
+    values = given | found
     _start(launch.span_launch(sequences.spans(), count), values)
-    kernel = build.read(plan, _flags(call, gradient=False))
-    _Launcher(call).run("statistics", kernel, rows=values["rows"])
     _start(launch.sum_launch(sequences.sums(plan), number), values)
     _start(launch.counts_launch(sequences.counts(segments.pairs is not None)), values)
     if plan.needs_pairs:
         _start(launch.item_launch(sequences.pairs(plan), pairs), values)
     _start(launch.item_launch(sequences.sequences(plan), number), values)
-    _start(launch.item_launch(sequences.tokens(plan), count), values)
-    _start(launch.results_launch(build.results(plan)), values)
-    return Fused(values["scalars"], values["rows"], values["saved"])
+    return found
 
 
 class TritonSweeps:
@@ -442,17 +479,23 @@ class TritonRunner:
         gradient: torch.Tensor | None,
         accumulate: bool,
     ) -> engine.Evaluation:
-        whole = not setting.split_vocab and not setting.split_sequences
         facts = facts_of(job.plan)
-        if not whole or not (facts.fused or facts.sequenced):
+        traced_shards = setting.split_vocab and torch.compiler.is_compiling()
+        if setting.split_sequences or traced_shards or not (facts.fused or facts.sequenced):
             return evaluate_in_two(job, setting, logits)
         call = make_call(job.plan, hyper_vector(job.hyper), logits, job.inputs, setting.columns)
         segments = None
         if facts.fused:
             tokens, extras, segments = _beforehand(job)
+        else:
+            tokens, extras = _token_inputs(job.inputs), {}
+        over = None if facts.fused else _segments(job.inputs)
+        if setting.split_vocab:
+            result = after_read(call, merged_rows(job, setting, logits), tokens, over, extras)
+        elif over is None:
             result = fused(call, tokens, extras, upstream, gradient, accumulate)
         else:
-            result = sequenced(call, _token_inputs(job.inputs), _segments(job.inputs))
+            result = sequenced(call, tokens, over)
         found = layout.evaluation(
             namespace,
             job.plan,
@@ -502,6 +545,42 @@ def _two_program(plan: Plan, setting: Any) -> Any:
         return evaluate_in_two(Job(plan, hyper, inputs), setting, logits)
 
     return compile_program(run)
+
+
+def _statistics_of_shards(job: Any, setting: Any, logits: torch.Tensor) -> torch.Tensor:
+    from duohead.kernels import terms
+
+    statistics, normalisers = engine.statistics_of(
+        namespace,
+        job.plan,
+        job.hyper,
+        logits,
+        job.inputs,
+        setting.columns,
+        setting.collectives,
+        True,
+        TritonSweeps(),
+    )
+    rows = terms.read_rows(job.plan, statistics, normalisers)
+    return torch.stack([torch.where(job.inputs.valid, row, 0.0).reshape(-1) for row in rows])
+
+
+@functools.lru_cache(maxsize=256)
+def _shards_program(plan: Plan, setting: Any) -> Any:
+    from duohead_torch.compiled import compile_program
+    from duohead_torch.runner import Job
+
+    def run(logits: torch.Tensor, hyper: tuple[torch.Tensor, ...], inputs: Any) -> torch.Tensor:
+        return _statistics_of_shards(Job(plan, hyper, inputs), setting, logits)
+
+    return compile_program(run)
+
+
+def merged_rows(job: Any, setting: Any, logits: torch.Tensor) -> torch.Tensor:
+    """The rows of ``terms.read_names`` from every shard's read: one launch, the collective, and small array code."""
+    if logits.device.type == "cuda":
+        return _shards_program(job.plan, setting)(logits, job.hyper, job.inputs)
+    return _statistics_of_shards(job, setting, logits)
 
 
 def evaluate_in_two(job: Any, setting: Any, logits: torch.Tensor) -> engine.Evaluation:

@@ -804,13 +804,25 @@ def dtensor_compiled(env: Rank) -> None:
 
 @check(3)
 def triton_interpreted(env: Rank) -> None:
-    """Statistics launch, collective, write launch: the same merge, an empty shard among them."""
-    losses = {name: all_losses()[name] for name in ("ce", "z", "h", "cross", "forward", "reverse", "rl", "seq", "dpo")}
+    """Statistics launch, collective, terms, write launch: the same merge, an empty shard among them."""
+    losses = all_losses()
     inputs = random_inputs(51, tokens=(2, 6))
     for dtype, layout in (("float32", "uneven"), ("float32", "padded"), ("bfloat16", "short")):
         against_unsharded(env, losses, inputs, dtype, layout, 6, implementation="triton")
     halves = {"half": jsd_losses()["half"]}
     against_unsharded(env, halves, inputs, "float32", "short", implementation="triton")
+    against_unsharded(env, halves | {"seq": losses["seq"]}, inputs, "float32", "short", implementation="triton")
+    # Every term over tokens: one launch where the vocabulary is whole, and no sequence sums here either.
+    tokens = {name: losses[name] for name in ("ce", "z", "h", "rl", "cispo", "forward")}
+    against_unsharded(env, tokens, inputs, "float32", "padded", 6, implementation="triton")
+    against_unsharded(
+        env,
+        {"z": losses["z"]},
+        {"logits": inputs["logits"], "mask": inputs["mask"]},
+        "float32",
+        "short",
+        implementation="triton",
+    )
 
 
 def main(rank: int, ranks: int, rendezvous: str, results: str, only: str | None = None) -> None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from duohead.kernels import sweeps
 from duohead.kernels.bind import KERNEL_NAMES, bound
-from duohead.kernels.build import reduce_chunk
-from duohead.kernels.layout import saved_names, statistic_key
+from duohead.kernels.build import extra_inputs, reduce_chunk
+from duohead.kernels.eligible import is_fused
+from duohead.kernels.layout import statistic_key
 from duohead.kernels.source import Kernel, indent, make_kernel
-from duohead.kernels.terms import FoldCode, TermCode, TokenCode, read_names, statistic_name
+from duohead.kernels.terms import FoldedTokenCode, TermCode, read_names, statistic_name
 from duohead.plan import Operand, Plan, PlannedLoss
 
 #: what ``counts`` counts, in order
@@ -389,7 +389,7 @@ def sequences(plan: Plan) -> Kernel:
     )
 
 
-class SequencedTokenCode(FoldCode, TokenCode, _Counted):
+class SequencedTokenCode(FoldedTokenCode, _Counted):
     """Over a chunk of tokens: derivatives, those of their sequences too, the fold, values and measures."""
 
     def operand(self, operand: Operand) -> str:
@@ -411,17 +411,7 @@ class SequencedTokenCode(FoldCode, TokenCode, _Counted):
             return f"by_sequences * inverse({self._carried(0)})"
         return super().weight(loss)
 
-    def lines(self) -> list[str]:
-        plan = self.plan
-        body = [*self.weights(), *self.derivatives(), *self._of_sequences(), *self.fold(), *self._store()]
-        body += [*self.values(), *self.statistic_rows()]
-        rows = [
-            f"{name} = tl.load(rows + {n} * count_rows + tokens, mask=exists, other=0.0)"
-            for n, name in enumerate(read_names(plan))
-        ]
-        return [*self.loads(), *rows, *sweeps.scales(plan), *body]
-
-    def _of_sequences(self) -> list[str]:
+    def of_sequences(self) -> list[str]:
         lines: list[str] = []
         for n, index in enumerate(sum_cotangents(self.plan)):
             base = self.plan.sums[index - 1].base
@@ -430,22 +420,21 @@ class SequencedTokenCode(FoldCode, TokenCode, _Counted):
                 lines += self.add(statistic_key(base), carried)
         return lines
 
-    def _store(self) -> list[str]:
-        return [
-            f"tl.store(saved + {n} * count_rows + tokens, tl.where(exists, {name}, 0.0), mask=inside)"
-            for n, name in enumerate(saved_names(self.plan))
-        ]
-
 
 @functools.lru_cache(maxsize=256)
 def tokens(plan: Plan) -> Kernel:
     """Terms over tokens, and all that the write needs: one program a chunk of tokens."""
-    code = SequencedTokenCode(plan)
-    body = [*_CHUNK_OF_TOKENS, *_SEGMENTS, *code.lines(), *reduce_chunk(plan, "token")]
+    if is_fused(plan):
+        code: FoldedTokenCode = FoldedTokenCode(plan)
+        segments, inputs, scalars = [], list(extra_inputs(plan)), []
+    else:
+        code = SequencedTokenCode(plan)
+        segments, inputs, scalars = _SEGMENTS, ["segment_ids", "sums", "cotangents", "counts"], ["num_segments"]
+    body = [*_CHUNK_OF_TOKENS, *segments, *code.lines(), *reduce_chunk(plan, "token")]
     return make_kernel(
         "tokens",
-        ["valid", "segment_ids", "rows", "hyper", *_token_names(plan), "sums", "cotangents", "counts"],
-        ["count_rows", "num_segments", "size", "chunks_token"],
+        ["valid", "rows", "hyper", *_token_names(plan), *inputs],
+        ["count_rows", "size", "chunks_token", *scalars],
         ["saved", "partials_token"],
         ["CHUNK"],
         body,

@@ -6,8 +6,10 @@ import functools
 from typing import Any
 
 from duohead.fold import FOLD_PAIRING, FOLD_SOFTMAX
-from duohead.kernels.layout import layout_of, statistic_key
+from duohead.kernels import sweeps
+from duohead.kernels.layout import layout_of, saved_names, statistic_key
 from duohead.plan import Operand, Plan, PlannedLoss
+from duohead.statistics import Normalisers, Statistics
 from duohead.term import Bound
 
 SEQUENCE_REDUCTIONS = ("sequence_mean_token_mean", "sequence_mean_token_sum")
@@ -259,6 +261,42 @@ def statistic_name(key: tuple[Any, ...], plan: Plan) -> str:
     if key[0] == "negative_logprob":
         return f"(-logprob{key[1]})"
     return f"{key[0]}{key[1]}"
+
+
+class FoldedTokenCode(FoldCode, TokenCode):
+    """Over a chunk of tokens, where a read alone stored the statistics: derivatives, the fold, values and measures."""
+
+    def lines(self) -> list[str]:
+        plan = self.plan
+        body = [*self.weights(), *self.derivatives(), *self.of_sequences(), *self.fold(), *self._store()]
+        body += [*self.values(), *self.statistic_rows()]
+        rows = [
+            f"{name} = tl.load(rows + {n} * count_rows + tokens, mask=exists, other=0.0)"
+            for n, name in enumerate(read_names(plan))
+        ]
+        return [*self.loads(), *rows, *sweeps.scales(plan), *body]
+
+    def of_sequences(self) -> list[str]:
+        """What the tokens' sequences add to the cotangents: nothing where every term is over tokens."""
+        return []
+
+    def _store(self) -> list[str]:
+        return [
+            f"tl.store(saved + {n} * count_rows + tokens, tl.where(exists, {name}, 0.0), mask=inside)"
+            for n, name in enumerate(saved_names(self.plan))
+        ]
+
+
+def read_rows(plan: Plan, statistics: Statistics, normalisers: Normalisers) -> list[Any]:
+    """The rows of ``read_names`` as the array code has them: from shards that were merged."""
+    found = {statistic_name(key, plan): value for key, value in statistics.items() if key[0] != "jsd_mean"}
+    for i, (top, log_sum) in enumerate(normalisers.softmax):
+        found |= {f"top{i}": top, f"log_sum{i}": log_sum}
+    for k, (top, log_sum) in enumerate(normalisers.teacher):
+        found |= {f"teacher_top{k}": top, f"teacher_log_sum{k}": log_sum}
+    for j, pairing in enumerate(plan.pairings):
+        found |= {f"jr{j}_{b}": statistics["jsd_mean", j, slot] for b, slot in enumerate(pairing.jsd)}
+    return [found[name] for name in read_names(plan)]
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from helpers import to_jax, to_torch
+from torch.utils._pytree import tree_map_only
 
 from duohead_jax import api as jax_api
 from duohead_jax import namespace as jax_namespace
@@ -26,7 +27,12 @@ from robust.core_runs import Arguments, Head, Outcome, Run, cuts_of, head_spec, 
 
 def of_torch(loss: torch.Tensor, aux: Any, gradient: Any) -> Outcome:
     """torch has no bfloat16 in NumPy."""
-    return outcome(loss.detach(), aux, gradient.detach().to(torch.float64))
+    return outcome(loss.detach().cpu(), _on("cpu", aux), gradient.detach().to("cpu", torch.float64))
+
+
+def _on(device: str, value: Any) -> Any:
+    """The value with its tensors on a device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 # --- shards in one process ---
@@ -59,11 +65,11 @@ def shards_jax(shards: int) -> Run:
 # --- PyTorch ---
 
 
-def torch_autograd(implementation: str) -> Run:
+def torch_autograd(implementation: str, device: str = "cpu") -> Run:
     """``monolithic_loss`` and ``backward``."""
 
     def run(head: Head, inputs: Arguments, dtype: str) -> Outcome:
-        given = to_torch(dict(inputs), dtype)
+        given = {name: _on(device, value) for name, value in to_torch(dict(inputs), dtype).items()}
         logits = given.pop("logits").requires_grad_()
         with np.errstate(all="ignore"):  # Triton's interpreter computes in NumPy
             loss, aux = torch_api.monolithic_loss(logits, head_spec(head), **given, implementation=implementation)
@@ -118,8 +124,10 @@ SLOW: dict[str, Run] = {
     "jax_xla": jax_jit("xla"),
     "jax_per_loss": jax_jit("per_loss"),
 }
-#: the kernel in the interpreter, in a process of its own (TRITON_INTERPRET=1); with interpretation off it needs a GPU
+#: the kernel in the interpreter, in a process of its own (TRITON_INTERPRET=1), or on a GPU
 TRITON: dict[str, Run] = {}
 if os.environ.get("TRITON_INTERPRET") == "1":
     TRITON["torch_triton"] = torch_autograd("triton")
+elif torch.cuda.is_available():
+    TRITON["torch_triton"] = torch_autograd("triton", "cuda")
 IMPLEMENTATIONS: dict[str, Run] = {**FAST, **SLOW, **TRITON}
