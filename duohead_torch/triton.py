@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from duohead import engine
-from duohead.kernels import layout
+from duohead.kernels import layout, terms
 from duohead.kernels.eligible import is_fused, is_sequenced, plan_fault
 from duohead.plan import Plan
 from duohead.seam import before, token_input
@@ -67,6 +67,8 @@ class Facts(NamedTuple):
     sequenced: bool
     fault: tuple[str, str] | None
     saved: tuple[str, ...]
+    #: what a read alone stores, where kernels run the terms
+    read: tuple[str, ...]
 
 
 def facts_of(plan: Plan) -> Facts:
@@ -79,7 +81,8 @@ def facts_of(plan: Plan) -> Facts:
 @functools.lru_cache(maxsize=256)
 def _facts(plan: Plan) -> Facts:
     fused, sequenced = is_fused(plan), is_sequenced(plan)
-    return Facts(fused, sequenced, plan_fault(plan), layout.saved_names(plan))
+    read = terms.read_names(plan) if fused or sequenced else ()
+    return Facts(fused, sequenced, plan_fault(plan), layout.saved_names(plan), read)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[attr-defined,untyped-decorator]
@@ -322,7 +325,7 @@ def sequenced(call: Call, tokens: Sequence[torch.Tensor], segments: Segments) ->
     """Losses, metrics and what the write needs where terms are over sequences: one read, small launches after."""
     if torch.compiler.is_compiling():
         return Fused(*torch.ops.duohead.sequenced(*_operands(call), tokens, *segments))
-    from duohead.kernels import build, terms
+    from duohead.kernels import build
 
     rows = call.hyper.new_empty(len(terms.read_names(call.plan)), call.logits.shape[0])
     _Launcher(call).run("statistics", build.read(call.plan, _flags(call, gradient=False)), rows=rows)
@@ -548,8 +551,6 @@ def _two_program(plan: Plan, setting: Any) -> Any:
 
 
 def _statistics_of_shards(job: Any, setting: Any, logits: torch.Tensor) -> torch.Tensor:
-    from duohead.kernels import terms
-
     statistics, normalisers = engine.statistics_of(
         namespace,
         job.plan,
@@ -561,7 +562,7 @@ def _statistics_of_shards(job: Any, setting: Any, logits: torch.Tensor) -> torch
         True,
         TritonSweeps(),
     )
-    rows = terms.read_rows(job.plan, statistics, normalisers)
+    rows = terms.read_rows(facts_of(job.plan).read, job.plan, statistics, normalisers)
     return torch.stack([torch.where(job.inputs.valid, row, 0.0).reshape(-1) for row in rows])
 
 

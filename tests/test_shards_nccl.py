@@ -65,7 +65,7 @@ def torch_rank(rank: int, rendezvous: str) -> None:
     # Rounding differs a little more where the GPU's fast exponentials and other orders of summation meet.
     tolerances = {"float32": 5e-6, "bfloat16": 5e-6}
     vocab = 1003
-    for implementation in ("eager", "triton", "compiled"):
+    for implementation in ("triton", "eager", "compiled"):
         for dtype in ("float32", "bfloat16"):
             chosen = small if implementation == "compiled" else losses  # it compiles for minutes
             inputs = moved(to_torch(random_inputs(1, vocab=vocab), dtype))

@@ -287,8 +287,8 @@ class FoldedTokenCode(FoldCode, TokenCode):
         ]
 
 
-def read_rows(plan: Plan, statistics: Statistics, normalisers: Normalisers) -> list[Any]:
-    """The rows of ``read_names`` as the array code has them: from shards that were merged."""
+def read_rows(names: tuple[str, ...], plan: Plan, statistics: Statistics, normalisers: Normalisers) -> list[Any]:
+    """The rows of these ``read_names`` as the array code has them: from shards that were merged."""
     found = {statistic_name(key, plan): value for key, value in statistics.items() if key[0] != "jsd_mean"}
     for i, (top, log_sum) in enumerate(normalisers.softmax):
         found |= {f"top{i}": top, f"log_sum{i}": log_sum}
@@ -296,7 +296,7 @@ def read_rows(plan: Plan, statistics: Statistics, normalisers: Normalisers) -> l
         found |= {f"teacher_top{k}": top, f"teacher_log_sum{k}": log_sum}
     for j, pairing in enumerate(plan.pairings):
         found |= {f"jr{j}_{b}": statistics["jsd_mean", j, slot] for b, slot in enumerate(pairing.jsd)}
-    return [found[name] for name in read_names(plan)]
+    return [found[name] for name in names]
 
 
 @functools.lru_cache(maxsize=256)

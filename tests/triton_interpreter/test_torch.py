@@ -334,6 +334,52 @@ def test_vocabulary_shards(name: str, cuts: tuple[int, ...]) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=2e-5, atol=3e-7)
 
 
+class _Shards:
+    """Stands for a group of two ranks: gives what both have read."""
+
+    sequence_ranks = 1
+
+    def __init__(self, rows: torch.Tensor, cut: int) -> None:
+        self.rows, self.cut = rows, cut
+
+    def gather(self, xp: Any, rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.rows, torch.tensor([0, self.cut]), torch.tensor([self.cut, 600])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["sequences", "smoothed", "kd"])
+def test_merged_shards_as_one_graph(name: str) -> None:
+    """What a GPU compiles between the shards' read and the terms: the same rows as those of an unsharded read."""
+    from duohead.statistics import Columns, Inputs
+    from duohead_torch import namespace, triton
+    from duohead_torch.runner import Job, Setting
+
+    arrays = to_torch(random_inputs(name, 600), "float32")
+    head = HeadSpec.from_dict(SETS[name])
+    logits = arrays.pop("logits")
+    plan, hyper = _plan_and_hyper(logits, head, arrays)
+    valid = arrays["labels"] >= 0
+    teachers = tuple(arrays.get("teacher_logits", {})[model] for model in plan.teacher_names)
+
+    def shard(begin: int, end: int) -> Any:
+        given = Inputs(arrays["labels"], valid, tuple(t[:, begin:end] for t in teachers), (), None, None, 6)
+        return logits[:, begin:end], given, Columns(begin, 600, False)
+
+    parts = [shard(0, 256), shard(256, 600)]
+    rows = [torch.stack(triton.TritonSweeps().read(namespace, plan, hyper, *part)) for part in parts]
+    x, inputs, columns = parts[0]
+    job, setting = Job(plan, hyper, inputs), Setting(columns, _Shards(torch.stack(rows), 256), True, False)
+    expected = triton._statistics_of_shards(job, setting, x)
+    found = triton._shards_program(plan, setting)(x, hyper, inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    call = triton.make_call(plan, torch.stack(list(hyper)), logits, shard(0, 600)[1], Columns(0, 600, False))
+    from duohead.kernels import build
+
+    whole = torch.empty_like(expected)
+    triton._Launcher(call).run("statistics", build.read(plan, triton._flags(call, gradient=False)), rows=whole)
+    torch.testing.assert_close(whole[:, valid], expected[:, valid], rtol=1e-5, atol=1e-5)
+
+
 def _plan_and_hyper(logits: torch.Tensor, head: HeadSpec, arrays: dict[str, Any]) -> Any:
     """The plan of a call and its hyperparameters, as the adapter makes them."""
     from duohead_torch import api
