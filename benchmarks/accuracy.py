@@ -193,8 +193,8 @@ Mean cross-entropy and its gradient against float64, on the CPU, on the same log
 `python benchmarks/accuracy.py --write docs/accuracy.md`. "Last places" is the largest distance from the exact gradient
 rounded once, among entries over a thousandth of their row's largest. Half-precision gradients cannot do better in rms
 than the one rounding at the end: about 1.7e-3 in bfloat16, 2e-4 in float16. Others return the loss in the logits'
-dtype, duohead in float32. On an H200 the kernel's gradients were within one last place of the exact gradient rounded
-([performance.md](performance.md)).
+dtype, duohead in float32. What runs on a GPU, the kernel and Liger's cross-entropy among it, has a page of its own:
+[accuracy_gpu.md](accuracy_gpu.md).
 
 In no table is duohead's error larger than that of the best of the others by more than rounding
 (`tests/test_accuracy.py` holds it to this: a gradient's rms to one and a half times theirs and one rounding of 6e-8,
