@@ -514,7 +514,7 @@ def tune(rows: int, vocab: int, names: tuple[str, ...]) -> None:
 
 def _registers(warps: int) -> str:
     """Registers and spills of the kernels that were launched last, as far as Triton tells."""
-    from duohead_torch import triton as runner
+    from duohead_torch import triton_launch as runner
 
     found = runner.last_launch.get("fused") or runner.last_launch.get("write")
     try:

@@ -7,7 +7,7 @@ import torch
 from duohead.kernels.layout import layout_of, saved_names, scalar_count
 from duohead.kernels.terms import read_names
 from duohead.statistics import rows_of
-from duohead_torch import triton
+from duohead_torch import triton_launch
 from duohead_torch.plan_key import plan_of
 
 Tensor = torch.Tensor
@@ -23,8 +23,8 @@ def _call(
     start: Tensor | None,
     size: int,
     padded: bool,
-) -> triton.Call:
-    return triton.Call(plan_of(key), logits, valid, labels, tuple(teachers), hyper, start, size, padded)
+) -> triton_launch.Call:
+    return triton_launch.Call(plan_of(key), logits, valid, labels, tuple(teachers), hyper, start, size, padded)
 
 
 @torch.library.custom_op("duohead::statistics", mutates_args=())
@@ -40,7 +40,7 @@ def statistics(
     padded: bool,
 ) -> Tensor:
     """The partial rows of one read."""
-    return triton.statistics(_call(key, logits, valid, labels, teachers, hyper, start, size, padded))
+    return triton_launch.statistics(_call(key, logits, valid, labels, teachers, hyper, start, size, padded))
 
 
 @statistics.register_fake
@@ -72,7 +72,7 @@ def jsd(
     saved: Tensor,
 ) -> Tensor:
     """The JSD's rows."""
-    return triton.jsd(_call(key, logits, valid, labels, teachers, hyper, start, size, padded), saved)
+    return triton_launch.jsd(_call(key, logits, valid, labels, teachers, hyper, start, size, padded), saved)
 
 
 @jsd.register_fake
@@ -109,7 +109,7 @@ def fused(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Results, per-token rows and what the write needs: one read, no gradient."""
     call = _call(key, logits, valid, labels, teachers, hyper, start, size, padded)
-    return tuple(triton.fused(call, tokens, {"lengths": lengths, "sequence_count": sequence_count}))  # type: ignore[return-value]
+    return tuple(triton_launch.fused(call, tokens, {"lengths": lengths, "sequence_count": sequence_count}))  # type: ignore[return-value]
 
 
 @fused.register_fake
@@ -153,7 +153,7 @@ def sequenced(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Results, per-token rows and what the write needs, where terms are over sequences: one read, no gradient."""
     call = _call(key, logits, valid, labels, teachers, hyper, start, size, padded)
-    return tuple(triton.sequenced(call, tokens, triton.Segments(segment_ids, pairs, num_segments)))  # type: ignore[return-value]
+    return tuple(triton_launch.sequenced(call, tokens, triton_launch.Segments(segment_ids, pairs, num_segments)))  # type: ignore[return-value]
 
 
 @sequenced.register_fake
@@ -198,4 +198,4 @@ def write(
 ) -> None:
     """Writes (or adds) the gradient in place."""
     call = _call(key, logits, valid, labels, teachers, hyper, start, size, padded)
-    triton.write(call, saved, upstream, gradient, accumulate)
+    triton_launch.write(call, saved, upstream, gradient, accumulate)

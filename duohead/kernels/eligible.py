@@ -21,8 +21,9 @@ _ANYTHING = frozenset((*INPUTS, "labels", "segment_ids", "preference_pairs"))
 def why_not(losses: Mapping[str, Loss]) -> dict[str, str]:
     """Loss name → why the Triton kernel cannot take it; empty where it takes them all.
 
-    A term that runs in the kernel must be in the restricted style. A set with sequence or pair terms, or with terms
-    that leave their derivatives to the framework, runs in two launches with its terms as array code between them.
+    A term of a set that runs in one launch must be in the restricted style. A set with sequence or pair terms, or with
+    terms that leave their derivatives to the framework, runs in two launches over the vocabulary: between them its
+    terms are kernels where all are in that style and give derivatives, else array code.
 
     >>> from duohead import CrossEntropy
     >>> why_not({"ce": CrossEntropy()})

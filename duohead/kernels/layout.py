@@ -212,9 +212,9 @@ class Scalars(NamedTuple):
     num_tokens: Array
 
 
-def of_vector(plan: Plan, results: Sequence[Array]) -> Scalars:
+def of_vector(plan: Plan, layout: Layout, results: Sequence[Array]) -> Scalars:
     """The scalars of a vector of ``scalar_count`` results."""
-    layout, first_metric = layout_of(plan), 1 + len(plan.losses)
+    first_metric = 1 + len(plan.losses)
     reduced = results[first_metric + len(layout.metrics) :]
     return Scalars(
         results[0],
@@ -230,9 +230,9 @@ def leaf_count(plan: Plan) -> int:
     return 2 + len(plan.losses) + 3 * len(layout_of(plan).metrics)
 
 
-def of_leaves(plan: Plan, leaves: Sequence[Array]) -> Scalars:
+def of_leaves(plan: Plan, layout: Layout, leaves: Sequence[Array]) -> Scalars:
     """The scalars of ``leaf_count`` buffers: loss, number of tokens, losses, metrics, values, weights."""
-    losses, metrics = len(plan.losses), len(layout_of(plan).metrics)
+    losses, metrics = len(plan.losses), len(layout.metrics)
     first_metric = 2 + losses
     values = first_metric + metrics
     weights = values + metrics
@@ -246,10 +246,15 @@ def of_leaves(plan: Plan, leaves: Sequence[Array]) -> Scalars:
 
 
 def evaluation(
-    xp: Any, plan: Plan, scalars: Scalars, rows: Array, shape: tuple[int, ...], num_segments: Array | None
+    xp: Any,
+    plan: Plan,
+    layout: Layout,
+    scalars: Scalars,
+    rows: Array,
+    shape: tuple[int, ...],
+    num_segments: Array | None,
 ) -> Evaluation:
     """The kernels' results as an Evaluation; ``rows [rows, T]`` are the stored statistics."""
-    layout = layout_of(plan)
     losses = {loss.name: value for loss, value in zip(plan.losses, scalars.losses, strict=True)}
     values = {item.name: value for item, value in zip(layout.metrics, scalars.metrics, strict=True)}
     parts: dict[str, Any] = {

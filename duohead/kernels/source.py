@@ -7,8 +7,6 @@ import linecache
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import triton
-
 
 class Kernel(NamedTuple):
     """A kernel and its parameters by name, in order: inputs and scalars, then outputs; the rest is ``tl.constexpr``."""
@@ -41,6 +39,8 @@ def make_kernel(
     names: Mapping[str, Any],
 ) -> Kernel:
     """A kernel of the given parameters and body; ``names`` are the globals that the body uses."""
+    import triton  # here: what only writes source, or asks what a kernel would store, needs no Triton
+
     parameters = ", ".join([*inputs, *scalars, *outputs, *(f"{constant}: tl.constexpr" for constant in constants)])
     digest = hashlib.sha256("\n".join([parameters, *body]).encode()).hexdigest()[:12]
     full_name = f"duohead_{name}_{digest}"

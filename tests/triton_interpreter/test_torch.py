@@ -242,17 +242,17 @@ def test_a_weight_of_zero_adds_exactly_nothing() -> None:
 
 def test_one_launch_or_two() -> None:
     from duohead.kernels import eligible
-    from duohead_torch import triton
+    from duohead_torch import triton_launch
 
     launched: list[str] = []
-    original = triton._Launcher.run
+    original = triton_launch._Launcher.run
 
     def spy(self: Any, kind: str, *arguments: Any, **keywords: Any) -> None:
         launched.append(kind)
         original(self, kind, *arguments, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton._Launcher, "run", spy)
+        patch.setattr(triton_launch._Launcher, "run", spy)
         logits, labels = torch.randn(4, 300), torch.tensor([1, 2, 3, 4])
         run(LOSSES, {"logits": logits, "labels": labels})
         assert launched == ["fused", "write"]  # the second returns at once
@@ -264,11 +264,13 @@ def test_one_launch_or_two() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_inside_torch_compile() -> None:
+@pytest.mark.parametrize("losses", [LOSSES, {"dpo": DPO(), "ce": CrossEntropy()}], ids=["tokens", "sequences"])
+def test_inside_torch_compile(losses: Any) -> None:
     logits, labels = torch.randn(4, 300, requires_grad=True), torch.tensor([1, 2, -1, 4])
+    pairs = {"segment_ids": torch.tensor([0, 0, 1, 1]), "preference_pairs": torch.tensor([[0, 1]])}
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        return monolithic_loss(x * 2.0, LOSSES, labels=labels, implementation="triton").loss * 3.0
+        return monolithic_loss(x * 2.0, losses, labels=labels, implementation="triton", **pairs).loss * 3.0
 
     loss = step(logits)
     loss.backward()
@@ -289,6 +291,7 @@ def test_what_cannot_go_is_refused() -> None:
 @pytest.mark.parametrize("cuts", [(0, 300, 600), (0, 3, 259, 600)], ids=["two", "three"])
 def test_vocabulary_shards(name: str, cuts: tuple[int, ...]) -> None:
     """Statistics of shards merge to those of the whole, and each shard writes its own columns of the gradient."""
+    from duohead.kernels import layout
     from duohead.statistics import Columns, Inputs, add_jsd, finish, fold, merge
     from duohead_torch import namespace, triton
     from duohead_torch.runner import Job, Setting, Written
@@ -324,7 +327,7 @@ def test_vocabulary_shards(name: str, cuts: tuple[int, ...]) -> None:
 
     found = seam(xp, plan, hyper, statistics, shards[0][1])
     coefficients = fold(xp, plan, hyper, statistics, found.cotangents, shards[0][2])
-    kept = triton.layout.saved_rows(triton.facts_of(plan).saved, normalisers, coefficients)
+    kept = layout.saved_rows(triton.facts_of(plan).saved, normalisers, coefficients)
     saved = torch.stack([row + torch.zeros(6) for row in kept])
     parts = []
     for part, inputs, columns in shards:
@@ -351,7 +354,7 @@ class _Shards:
 def test_merged_shards_as_one_graph(name: str) -> None:
     """What a GPU compiles between the shards' read and the terms: the same rows as those of an unsharded read."""
     from duohead.statistics import Columns, Inputs
-    from duohead_torch import namespace, triton
+    from duohead_torch import namespace, triton, triton_launch
     from duohead_torch.runner import Job, Setting
 
     arrays = to_torch(random_inputs(name, 600), "float32")
@@ -372,11 +375,13 @@ def test_merged_shards_as_one_graph(name: str) -> None:
     expected = triton._statistics_of_shards(job, setting, x)
     found = triton._shards_program(plan, setting)(x, hyper, inputs)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    call = triton.make_call(plan, torch.stack(list(hyper)), logits, shard(0, 600)[1], Columns(0, 600, False))
+    call = triton_launch.make_call(plan, torch.stack(list(hyper)), logits, shard(0, 600)[1], Columns(0, 600, False))
     from duohead.kernels import build
 
     whole = torch.empty_like(expected)
-    triton._Launcher(call).run("statistics", build.read(plan, triton._flags(call, gradient=False)), rows=whole)
+    triton_launch._Launcher(call).run(
+        "statistics", build.read(plan, triton_launch._flags(call, gradient=False)), rows=whole
+    )
     torch.testing.assert_close(whole[:, valid], expected[:, valid], rtol=1e-5, atol=1e-5)
 
 
