@@ -126,30 +126,36 @@ def constants_of(capability: int = 90, unit: int = 16, warps: int = 4, unroll: i
     return {"WARPS": warps, "UNROLL": unroll, "AHEAD": int(capability >= 90), "UNIT": unit}
 
 
+#: A100, H100 and H200, B200
+CAPABILITIES = (80, 90, 100)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", SETS)
-def test_fused_for_sm_90(name: str) -> None:
+def test_fused(name: str, capability: int) -> None:
     plan = plan_of(SETS[name])
     kernel = build.fused(plan, Flags(labels=True, padded=False))
-    code = compiled(kernel, constants_of(), 4)
+    code = compiled(kernel, constants_of(capability), 4, capability=capability)
     assert "ex2.approx.ftz.f32" in code.asm["ptx"]
     # Whole vectors of eight bfloat16 are loaded and stored.
     assert "st.global.cs.v4.b32" in code.asm["ptx"].replace("L1::", "")
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", [*SEQUENCES, "ce_z"])
-def test_two_launches_for_sm_90(name: str) -> None:
+def test_two_launches(name: str, capability: int) -> None:
     plan = plan_of((SETS | SEQUENCES)[name])
     flags = Flags(labels=True, padded=True, sharded=name == "gspo")
-    compiled(build.statistics(plan, flags), constants_of(unit=1), 4)
-    compiled(build.read(plan, flags._replace(sharded=False)), constants_of(unit=1), 4)
-    if plan.has_jsd:
-        compiled(build.jsd(plan, flags), constants_of(unit=1), 4)
-    compiled(build.write(plan, flags._replace(accumulate=name == "kto", check=name == "ce_z")), constants_of(unit=1), 4)
+    kernels = [build.statistics(plan, flags), build.read(plan, flags._replace(sharded=False))]
+    kernels += [build.jsd(plan, flags)] if plan.has_jsd else []
+    kernels.append(build.write(plan, flags._replace(accumulate=name == "kto", check=name == "ce_z")))
+    for kernel in kernels:
+        compiled(kernel, constants_of(capability, unit=1), 4, capability=capability)
 
 
-@pytest.mark.parametrize("ones", [False, True], ids=["sizes", "sizes of one"])
+@pytest.mark.parametrize(("capability", "ones"), [(80, False), (90, False), (90, True), (100, False)])
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_between_two_launches_for_sm_90(name: str, ones: bool) -> None:
+def test_between_two_launches(name: str, capability: int, ones: bool) -> None:
     plan = plan_of(SEQUENCES[name])
     paired = plan.needs_pairs
     assert is_sequenced(plan)
@@ -163,7 +169,13 @@ def test_between_two_launches_for_sm_90(name: str, ones: bool) -> None:
         *([launch.item_launch(sequences.pairs(plan), 5)] if paired else []),
     ]
     for item in made:
-        compiled(item.kernel, item.constants, item.warps, ones=ones)
+        compiled(item.kernel, item.constants, item.warps, capability=capability, ones=ones)
+
+
+@pytest.mark.parametrize("name", ["ce_z", "grpo_sequences", "smoothed", "distill_jsd"])
+def test_after_merged_shards_for_sm_90(name: str) -> None:
+    item = launch.item_launch(sequences.tokens(plan_of(SETS[name])), 5)
+    compiled(item.kernel, item.constants, item.warps)
 
 
 @pytest.mark.parametrize("name", ["ce_z", "grpo", "softcap"])
@@ -171,7 +183,8 @@ def test_reductions_for_sm_90(name: str) -> None:
     plan = plan_of(SETS[name])
     compiled(build.count_valid(), {"CHUNK": 8192}, 16)
     compiled(build.partial(plan), {"CHUNK": build.CHUNK}, 4)
-    compiled(build.results(plan), {"CHUNK": 64}, 1)
+    for leaves in (False, True):
+        compiled(build.results(plan, leaves), {"CHUNK": 64}, 1)
 
 
 @pytest.mark.parametrize("capability", [80, 100])
