@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -60,11 +60,11 @@ class Axes(NamedTuple):
         Logits that are the same along an axis get the sum over it; along an axis that only they vary over, the
         gradient is declared to vary.
         """
-        has, wanted = _varying(gradient), _varying(logits)
-        extra, missing = tuple(sorted(has - wanted)), tuple(sorted(wanted - has))
+        wanted = varying(logits)
+        extra = tuple(sorted(varying(gradient) - wanted))
         if extra:
             gradient = jax.lax.psum(gradient, extra)
-        return jax.lax.pcast(gradient, missing, to="varying") if missing else gradient
+        return vary(gradient, wanted)
 
 
 def check_axis(argument: str, axis: Any) -> None:
@@ -79,10 +79,16 @@ def check_axis(argument: str, axis: Any) -> None:
         ) from None
 
 
-def _varying(array: jax.Array) -> frozenset[str]:
+def varying(array: jax.Array) -> frozenset[str]:
     """The manual axes along which shard_map's types let the array differ; none under pmap."""
     kind: Any = jax.typeof(array)
     return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+
+
+def vary(array: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """The array, declared to differ along these manual axes too."""
+    missing = tuple(sorted(frozenset(axes) - varying(array)))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
 
 
 def _all_gather(rows: jax.Array, axis: str) -> jax.Array:

@@ -41,15 +41,26 @@ def fault(static: Static, logits: jax.Array) -> str | None:
     return None
 
 
+def is_local(logits: jax.Array) -> bool:
+    """Whether these logits surely lie on one device: alone there, or this device's part under shard_map or pmap.
+
+    Under plain jit with several devices they may be sharded: XLA would gather them for a kernel that it cannot split.
+    """
+    if not isinstance(logits, jax.core.Tracer):
+        return len(logits.sharding.device_set) == 1
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() == 1 or (bool(mesh.axis_names) and set(mesh.axis_names) == set(mesh.manual_axes))
+
+
 def takes(implementation: str, static: Static, logits: jax.Array) -> bool:
-    """Whether a call runs through the kernels: ``auto`` where it can.
+    """Whether a call runs through the kernels: ``auto`` where it can, and where the logits lie on one device.
 
     Raises:
         RuntimeError: ``triton`` was asked for and cannot run; the message says why and what to do.
     """
     if implementation not in ("auto", "triton"):
         return False
-    if implementation == "auto" and jax.default_backend() not in GPU_BACKENDS:
+    if implementation == "auto" and (jax.default_backend() not in GPU_BACKENDS or not is_local(logits)):
         return False
     reason = fault(static, logits)
     if reason is not None and implementation == "triton":
@@ -180,7 +191,8 @@ def _loss_forward(static: Static, logits: jax.Array, passes: tuple[Arrays, ...])
 def _loss_backward(static: Static, residuals: Any, cotangents: Any) -> Any:
     logits, (arrays,), saved, gradient = residuals
     (plan,) = static.plans
-    return _written(static, plan, arrays, logits, saved, cotangents[0], logits.dtype, gradient), None
+    written = _written(static, plan, arrays, logits, saved, cotangents[0], logits.dtype, gradient)
+    return static.axes.match(written, logits), None
 
 
 _loss.defvjp(_loss_forward, _loss_backward)

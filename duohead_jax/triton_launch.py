@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from duohead.kernels import layout
 from duohead.plan import Plan
 from duohead.statistics import Columns, Inputs, rows_of
+from duohead_jax.sharding import vary, varying
 
 
 class Call(NamedTuple):
@@ -67,8 +68,11 @@ def start(
 ) -> dict[str, jax.Array]:
     """One launch; ``aliases`` names the input whose memory an output takes over."""
     kernel = made.kernel
+    # jax-triton types what a launch gives as the same on every device of a mesh: it varies as its inputs do.
+    axes = frozenset[str]().union(*(varying(values[name]) for name in kernel.inputs))
     if made.grid == 0:
-        return {name: jnp.zeros(outputs[name].shape, outputs[name].dtype) for name in kernel.outputs}
+        zeros = {name: jnp.zeros(outputs[name].shape, outputs[name].dtype) for name in kernel.outputs}
+        return {name: vary(array, axes) for name, array in zeros.items()}
     jax_triton = _jax_triton()
     taken = {kernel.inputs.index(source): kernel.outputs.index(target) for source, target in (aliases or {}).items()}
     found = jax_triton.triton_call(
@@ -80,7 +84,7 @@ def start(
         input_output_aliases=taken,
         **made.constants,
     )
-    return dict(zip(kernel.outputs, found, strict=True))
+    return {name: vary(array, axes) for name, array in zip(kernel.outputs, found, strict=True)}
 
 
 @functools.cache

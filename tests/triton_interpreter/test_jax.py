@@ -19,12 +19,15 @@ import numpy as np
 import pytest
 import torch
 from helpers import load_case, numbers, to_jax, to_torch
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from triton_interpreter.sets import SETS, check, oracle, random_inputs, rounded
 
 import duohead_jax
 import duohead_torch
 from duohead.spec import HeadSpec
 from duohead_jax import triton, triton_launch
+from duohead_jax.sharding import varying
 
 CASES = (
     "ce_sharp_bf16",
@@ -158,6 +161,69 @@ def test_the_import_leaves_triton_its_cache_folder(folder: str | None, monkeypat
         monkeypatch.delenv("TRITON_CACHE_DIR")
     assert triton_launch._jax_triton.__wrapped__() == "jax_triton"
     assert os.environ.get("TRITON_CACHE_DIR") == (folder or None)
+
+
+@pytest.mark.parametrize("name", ["ce_z", "sequences"])
+def test_inside_shard_map(name: str) -> None:
+    """A launch's results vary along the mesh as its inputs do, whatever jax-triton types them as."""
+    arrays = to_jax(random_inputs(name, 300), "float32")
+    head, logits = HeadSpec.from_dict(SETS[name]), arrays.pop("logits")
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    tokens = {key: value for key, value in arrays.items() if value.shape[:1] == logits.shape[:1]}
+    others = {key: value for key, value in arrays.items() if key not in tokens}
+    seen: list[Any] = []
+
+    def loss_of(x: Any, tokens: Any, others: Any, implementation: str = "auto") -> Any:
+        seen.append((triton.is_local(x), varying(x)))
+        loss, aux = duohead_jax.monolithic_loss(x, head, implementation=implementation, **tokens, **others)
+        return jax.lax.psum(loss, "data") if implementation == "auto" else loss, aux.losses
+
+    wanted, exact = jax.value_and_grad(loss_of, has_aux=True)(logits, tokens, others, "triton")
+    seen.clear()
+    rows, every = P("data"), P()
+    specs = {"mesh": mesh, "in_specs": (rows, rows, every)}
+
+    def inside(x: Any, tokens: Any, others: Any) -> Any:
+        (loss, losses), gradient = jax.value_and_grad(loss_of, has_aux=True)(x, tokens, others)
+        assert all(varying(value) == {"data"} for value in losses.values())
+        return loss, gradient
+
+    loss, gradient = jax.jit(jax.shard_map(inside, **specs, out_specs=(every, rows)))(logits, tokens, others)
+    np.testing.assert_array_equal(loss, wanted[0])
+    np.testing.assert_array_equal(gradient, exact)
+    outside = jax.shard_map(lambda *given: loss_of(*given)[0], **specs, out_specs=every)
+    loss, gradient = jax.jit(jax.value_and_grad(outside))(logits, tokens, others)
+    np.testing.assert_array_equal(loss, wanted[0])
+    np.testing.assert_array_equal(gradient, exact)
+    assert seen
+    assert all(item == (True, {"data"}) for item in seen)
+
+
+def test_auto_leaves_what_may_be_sharded_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under plain jit with several devices XLA would gather the logits for a kernel that it cannot split."""
+    assert jax.device_count() > 1
+    logits, labels = jnp.ones((4, 8), jnp.float32), jnp.arange(4)
+    used: list[bool] = []
+    original = triton.takes
+
+    def spy(*arguments: Any) -> bool:
+        used.append(original(*arguments))
+        return used[-1]
+
+    monkeypatch.setattr(triton, "takes", spy)
+
+    def loss(x: Any, implementation: str = "auto") -> Any:
+        return duohead_jax.monolithic_loss(x, labels=labels, implementation=implementation).loss
+
+    loss(logits)
+    jax.jit(loss)(logits)
+    jax.jit(lambda x: loss(x, "triton"))(logits)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    sharded = jax.device_put(logits, NamedSharding(mesh, P("data")))
+    loss(sharded)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    jax.jit(lambda x: loss(x) + 0.0)(logits)
+    assert used == [True, False, True, False, True]
 
 
 def test_upstream_accumulate_and_vmap() -> None:
