@@ -15,10 +15,20 @@ from duohead import engine
 from duohead.kernels import layout
 from duohead.kernels.eligible import is_fused, is_sequenced, plan_fault
 from duohead.plan import Plan
-from duohead.seam import before, token_input
+from duohead.seam import token_input
 from duohead.statistics import Columns, Inputs, Normalisers
 from duohead_jax import namespace
-from duohead_jax.triton_launch import Segments, fused, jsd, make_call, sequenced, shape_of, statistics, write
+from duohead_jax.triton_launch import (
+    Segments,
+    fused,
+    jsd,
+    make_call,
+    sequence_lengths,
+    sequenced,
+    shape_of,
+    statistics,
+    write,
+)
 from duohead_jax.xla import Arrays, Static, columns_of, inputs_of
 
 GPU_BACKENDS = ("gpu", "cuda")
@@ -117,18 +127,17 @@ def _run(
     call = make_call(logits, arrays.hyper, inputs)
     shape, segments = shape_of(plan, call, columns), None
     if is_fused(plan):
-        tokens, extras, segments = _beforehand(plan, arrays.hyper, inputs)
+        tokens, extras, segments = _beforehand(plan, inputs)
         extras |= {f"token{n}": array for n, array in enumerate(tokens)}
         result = fused(shape, call, extras, upstream, dtype, old)
     elif is_sequenced(plan):
         ids: Any = inputs.segment_ids
-        tokens = [token_input(namespace, array, inputs, jnp.float32).reshape(-1) for array in inputs.tokens]
         given = Segments(ids.reshape(-1), inputs.preference_pairs)
-        result = sequenced(shape, call, tokens, given, inputs.num_segments)
+        result = sequenced(shape, call, _token_inputs(inputs), given, inputs.num_segments)
     else:
         return _run_in_two(static, plan, arrays, logits, columns, inputs)
     evaluation = layout.evaluation(
-        namespace, plan, layout.layout_of(plan), result.scalars, result.rows, inputs.valid.shape, segments
+        plan, layout.layout_of(plan), result.scalars, result.rows, inputs.valid.shape, segments
     )
     return Done(evaluation, result.saved, result.gradient)
 
@@ -146,17 +155,19 @@ def _run_in_two(
     )
 
 
-def _beforehand(plan: Plan, hyper: Any, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any], Any]:
+def _beforehand(plan: Plan, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any], Any]:
     """Token inputs as vectors; sequence lengths and counts where a reduction or a metric needs them."""
-    per_segment = any(array.shape != inputs.valid.shape for array in inputs.tokens)
     counted = any("num_segments" in loss.counts for loss in plan.losses)
-    if not (per_segment or plan.needs_segments or counted):
-        return [array.reshape(-1) for array in inputs.tokens], {}, None
-    found = before(namespace, plan, hyper, inputs)
-    extras = {}
-    if found.lengths is not None:
-        extras = {"lengths": found.lengths.reshape(-1), "sequence_count": found.sequence_count}
-    return [array.reshape(-1) for array in found.tokens], extras, found.num_segments
+    if not (plan.needs_segments or counted):
+        return _token_inputs(inputs), {}, None
+    ids: Any = inputs.segment_ids
+    extras = sequence_lengths(inputs.valid.reshape(-1), ids.reshape(-1), inputs.num_segments, plan.needs_segments)
+    return _token_inputs(inputs), extras, extras["sequence_count"] if counted else None
+
+
+def _token_inputs(inputs: Inputs) -> list[jax.Array]:
+    """Token inputs as vectors; one per segment is carried by the segment's tokens."""
+    return [token_input(namespace, array, inputs, jnp.float32).reshape(-1) for array in inputs.tokens]
 
 
 def _written(

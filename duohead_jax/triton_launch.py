@@ -235,7 +235,7 @@ def fused(
 
     def launch(call: Call, extras: dict[str, Any], upstream: jax.Array | None, old: jax.Array | None) -> Fused:
         values = dict(extras)
-        if "valid_count" in build.extra_inputs(plan):
+        if "valid_count" in build.extra_inputs(plan) and "valid_count" not in values:
             counting = launches.count_launch(build.count_valid())
             given = {"valid": call.valid, "count_rows": count}
             values["valid_count"] = start(counting, given, {"valid_count": _float(1)})["valid_count"]
@@ -277,6 +277,37 @@ class Segments(NamedTuple):
     pairs: jax.Array | None
 
 
+def sequence_lengths(valid: jax.Array, ids: jax.Array, number: int, per_token: bool) -> dict[str, jax.Array]:
+    """``valid_count``, ``sequence_count`` and, with ``per_token``, the ``lengths`` of the tokens' sequences."""
+    from duohead.kernels import launch as launches
+    from duohead.kernels import sequences
+
+    count = valid.shape[0]
+    spans = launches.spans_of(count)
+    outputs = {
+        "spans": jax.ShapeDtypeStruct((sequences.SPAN_ROWS, spans), jnp.int32),
+        "sums": _float(1, number),
+        "counts": _float(sequences.COUNTS_SIZE),
+        "lengths": _float(count),
+    }
+    launched = [
+        launches.span_launch(sequences.spans(), count),
+        launches.sum_launch(sequences.lengths(), number),
+        launches.counts_launch(sequences.counts(False)),
+        *([launches.item_launch(sequences.carried_lengths(), count)] if per_token else []),
+    ]
+
+    def launch(valid: jax.Array, ids: jax.Array) -> dict[str, jax.Array]:
+        values: dict[str, Any] = {"valid": valid, "segment_ids": ids}
+        values |= {"count_rows": count, "span_count": spans, "num_segments": number}
+        for made in launched:
+            values |= start(made, values, outputs)
+        found = {name: values["counts"][sequences.COUNTED[name]] for name in ("valid_count", "sequence_count")}
+        return found | ({"lengths": values["lengths"]} if per_token else {})
+
+    return in_turn(launch)(valid, ids)
+
+
 def sequenced(shape: Shape, call: Call, tokens: Sequence[jax.Array], segments: Segments, number: int) -> Fused:
     """Losses, metrics and what the write needs where terms are over sequences: one read, small launches after."""
     from duohead.kernels import build, sequences, terms
@@ -290,7 +321,7 @@ def sequenced(shape: Shape, call: Call, tokens: Sequence[jax.Array], segments: S
         "spans": jax.ShapeDtypeStruct((sequences.SPAN_ROWS, launches.spans_of(count)), jnp.int32),
         "rows": _float(len(terms.read_names(plan)), count),
         "sums": _float(1 + len(plan.sums), number),
-        "counts": _float(len(sequences.COUNTED)),
+        "counts": _float(sequences.COUNTS_SIZE),
         "pair_cotangents": _float(len(sequences.pair_cotangents(plan)), pairs),
         "cotangents": _float(len(sequences.sum_cotangents(plan)), number),
         "saved": _float(len(layout.saved_names(plan)), count),

@@ -26,6 +26,7 @@ from duohead_torch.triton_launch import (
     hyper_vector,
     jsd,
     make_call,
+    sequence_lengths,
     sequenced,
     statistics,
     write,
@@ -197,7 +198,6 @@ class TritonRunner:
             result = sequenced(call, tokens, over)
         assert facts.layout is not None
         found = layout.evaluation(
-            namespace,
             job.plan,
             facts.layout,
             layout.of_vector(job.plan, facts.layout, result.scalars.unbind()),
@@ -325,10 +325,13 @@ def _segments(inputs: Inputs) -> Segments:
 def _beforehand(job: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor | None], torch.Tensor | None]:
     """Token inputs as vectors; sequence lengths and counts where a reduction or a metric needs them."""
     plan, inputs = job.plan, job.inputs
-    per_segment = any(array.shape != inputs.valid.shape for array in inputs.tokens)
     counted = any("num_segments" in loss.counts for loss in plan.losses)
-    if not (per_segment or plan.needs_segments or counted):
-        return tuple(array.reshape(-1).contiguous() for array in inputs.tokens), {}, None
+    if not (plan.needs_segments or counted):
+        return _token_inputs(inputs), {}, None
+    if not torch.compiler.is_compiling():
+        valid = inputs.valid.reshape(-1).contiguous()
+        extras = sequence_lengths(valid, _segments(inputs), plan.needs_segments)
+        return _token_inputs(inputs), dict(extras), extras["sequence_count"] if counted else None
     found = before(namespace, plan, job.hyper, inputs)
     tokens = tuple(array.reshape(-1).contiguous() for array in found.tokens)
     lengths = None if found.lengths is None else found.lengths.reshape(-1)

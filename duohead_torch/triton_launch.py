@@ -207,7 +207,7 @@ def fused(
     saved = make(len(layout.saved_names(plan)), count)
     values: dict[str, Any] = {f"token{n}": array for n, array in enumerate(tokens)}
     values |= extras
-    if "valid_count" in build.extra_inputs(plan):
+    if "valid_count" in build.extra_inputs(plan) and "valid_count" not in values:
         values["valid_count"] = make(1)
         counting = launch.count_launch(build.count_valid())
         _start(counting, {"valid": call.valid, "count_rows": count, "valid_count": values["valid_count"]})
@@ -245,6 +245,34 @@ class Segments(NamedTuple):
     number: int
 
 
+def sequence_lengths(valid: torch.Tensor, segments: Segments, per_token: bool) -> dict[str, torch.Tensor]:
+    """``valid_count``, ``sequence_count`` and, with ``per_token``, the ``lengths`` of the tokens' sequences."""
+    from duohead.kernels import launch, sequences
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=valid.device)
+
+    count, number = valid.shape[0], segments.number
+    values: dict[str, Any] = {
+        "valid": valid,
+        "segment_ids": segments.ids,
+        "count_rows": count,
+        "span_count": launch.spans_of(count),
+        "num_segments": number,
+        "spans": make(sequences.SPAN_ROWS, launch.spans_of(count), dtype=torch.int32),
+        "sums": make(1, number),
+        "counts": make(sequences.COUNTS_SIZE),
+    }
+    _start(launch.span_launch(sequences.spans(), count), values)
+    _start(launch.sum_launch(sequences.lengths(), number), values)
+    _start(launch.counts_launch(sequences.counts(False)), values)
+    found = {name: values["counts"][sequences.COUNTED[name]] for name in ("valid_count", "sequence_count")}
+    if per_token:
+        found["lengths"] = make(count)
+        _start(launch.item_launch(sequences.carried_lengths(), count), values | found)
+    return found
+
+
 def sequenced(call: Call, tokens: Sequence[torch.Tensor], segments: Segments) -> Fused:
     """Losses, metrics and what the write needs where terms are over sequences: one read, small launches after."""
     if torch.compiler.is_compiling():
@@ -280,7 +308,7 @@ def after_read(
     }
     if segments is not None:
         values |= _over_sequences(call, values, segments)
-    elif "valid_count" in build.extra_inputs(plan):
+    elif "valid_count" in build.extra_inputs(plan) and "valid_count" not in values:
         values["valid_count"] = make(1)
         _start(launch.count_launch(build.count_valid()), values)
     values |= _partials(call, "token", count)
@@ -313,7 +341,7 @@ def _over_sequences(call: Call, given: dict[str, Any], segments: Segments) -> di
         "count_pairs": pairs,
         "spans": torch.empty(sequences.SPAN_ROWS, spans, dtype=torch.int32, device=call.logits.device),
         "sums": make(1 + len(plan.sums), number),
-        "counts": make(len(sequences.COUNTED)),
+        "counts": make(sequences.COUNTS_SIZE),
         "pair_cotangents": make(len(sequences.pair_cotangents(plan)), pairs),
         "cotangents": make(len(sequences.sum_cotangents(plan)), number),
         **_partials(call, "sequence", number),

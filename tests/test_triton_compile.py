@@ -183,6 +183,8 @@ def test_reductions_for_sm_90(name: str) -> None:
     plan = plan_of(SETS[name])
     compiled(build.count_valid(), {"CHUNK": 8192}, 16)
     compiled(build.partial(plan), {"CHUNK": build.CHUNK}, 4)
+    for item in (launch.sum_launch(sequences.lengths(), 5), launch.item_launch(sequences.carried_lengths(), 5)):
+        compiled(item.kernel, item.constants, item.warps)
     for leaves in (False, True):
         compiled(build.results(plan, leaves), {"CHUNK": 64}, 1)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from duohead.engine import Evaluation
 from duohead.kernels.eligible import is_fused
 from duohead.loss import Output
-from duohead.metrics import KINDS, Total, finish
+from duohead.metrics import KINDS, Total
 from duohead.plan import Operand, Pairing, Plan
 from duohead.seam import Aux
 from duohead.statistics import Coefficients, Normalisers
@@ -246,7 +246,6 @@ def of_leaves(plan: Plan, layout: Layout, leaves: Sequence[Array]) -> Scalars:
 
 
 def evaluation(
-    xp: Any,
     plan: Plan,
     layout: Layout,
     scalars: Scalars,
@@ -264,7 +263,7 @@ def evaluation(
         if "num_segments" in loss.counts and num_segments is not None:
             name = f"{loss.name}/num_segments"
             parts[name] = Total(num_segments, scalars.num_tokens)
-            values[name] = finish(xp, parts[name])
+            values[name] = num_segments  # 0 where no token is valid, as it is
     tokens = {name: rows[row].reshape(shape) for name, row in layout.tokens}
     metrics = {name: values[name] for name in parts}
     return Evaluation(scalars.loss, Aux(losses, metrics, tokens, parts), (), ())  # type: ignore[arg-type]

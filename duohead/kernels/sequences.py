@@ -19,8 +19,9 @@ from duohead.kernels.source import Kernel, indent, make_kernel
 from duohead.kernels.terms import FoldedTokenCode, TermCode, read_names, statistic_name
 from duohead.plan import Operand, Plan, PlannedLoss
 
-#: what ``counts`` counts, in order
-COUNTED = ("valid_count", "sequence_count", "pair_count")
+#: where in ``counts`` each count is: 16 bytes apart, so that a view of one is aligned as an array of its own is
+COUNTED = {"valid_count": 0, "sequence_count": 4, "pair_count": 8}
+COUNTS_SIZE = 12
 #: rows of ``spans``: lowest and highest segment, how many tokens name none that exists, how many are valid
 SPAN_ROWS = 4
 
@@ -110,6 +111,24 @@ def _touched() -> list[str]:
     ]
 
 
+@functools.lru_cache(maxsize=1)
+def lengths() -> Kernel:
+    """The number of a segment's valid tokens, one segment a program: where no term is over sequences."""
+    return _sums("lengths", [], [])
+
+
+@functools.lru_cache(maxsize=1)
+def carried_lengths() -> Kernel:
+    """The length of each token's sequence, 0 at tokens of none."""
+    body = [
+        *_CHUNK_OF_TOKENS,
+        *_SEGMENTS,
+        "tl.store(lengths + tokens, tl.load(sums + segment, mask=known, other=0.0), mask=inside)",
+    ]
+    inputs, scalars = ["valid", "segment_ids", "sums"], ["count_rows", "num_segments"]
+    return make_kernel("carried_lengths", inputs, scalars, ["lengths"], ["CHUNK"], body, KERNEL_NAMES)
+
+
 @functools.lru_cache(maxsize=256)
 def sums(plan: Plan) -> Kernel:
     """Row 0 the lengths, then ``plan.sums``, of one segment a program."""
@@ -121,19 +140,24 @@ def sums(plan: Plan) -> Kernel:
         row = names.index(statistic_name(statistic_key(operand), plan))
         return f"tl.load(rows + {row} * count_rows + tokens, mask=mine, other=0.0)"
 
+    values = [
+        load(wanted.base) if wanted.minus is None else f"{load(wanted.base)} - {load(wanted.minus)}"
+        for wanted in plan.sums
+    ]
+    return _sums("sums", values, ["rows", *_token_names(plan)])
+
+
+def _sums(name: str, values: list[str], inputs: list[str]) -> Kernel:
+    """Sums of these expressions over the tokens of one segment a program, after the number of them."""
     each = [
         "tokens = chunk * CHUNK + offsets",
         "inside = tokens < count_rows",
         "exists = tl.load(valid + tokens, mask=inside, other=0) != 0",
         "mine = exists & (tl.load(segment_ids + tokens, mask=inside, other=-1) == segment)",
         "sum0 = sum0 + tl.where(mine, 1.0, 0.0)",
+        *(f"sum{n} = sum{n} + tl.where(mine, {value}, 0.0)" for n, value in enumerate(values, 1)),
     ]
-    for n, wanted in enumerate(plan.sums, 1):
-        each.append(f"value = {load(wanted.base)}")
-        if wanted.minus is not None:
-            each.append(f"value = value - {load(wanted.minus)}")
-        each.append(f"sum{n} = sum{n} + tl.where(mine, value, 0.0)")
-    count = 1 + len(plan.sums)
+    count = 1 + len(values)
     body = [
         "segment = tl.program_id(0)",
         *_touched(),
@@ -143,9 +167,9 @@ def sums(plan: Plan) -> Kernel:
         *indent(each),
         *(f"tl.store(sums + {n} * num_segments + segment, tl.sum(sum{n}, 0) + poison)" for n in range(count)),
     ]
-    inputs = ["valid", "segment_ids", "rows", *_token_names(plan), "spans"]
+    given = ["valid", "segment_ids", *inputs, "spans"]
     scalars = ["count_rows", "span_count", "num_segments"]
-    return make_kernel("sums", inputs, scalars, ["sums"], ["CHUNK", "SPANS"], body, KERNEL_NAMES)
+    return make_kernel(name, given, scalars, ["sums"], ["CHUNK", "SPANS"], body, KERNEL_NAMES)
 
 
 @functools.lru_cache(maxsize=2)
@@ -164,7 +188,7 @@ def counts(pairs: bool) -> Kernel:
         "    length = tl.load(sums + begin + offsets, mask=begin + offsets < num_segments, other=0.0)",
         # NaN, where a token names a segment past the last, makes the number NaN.
         "    sequences = sequences + tl.where(length > 0.0, 1.0, length)",
-        "tl.store(counts + 1, tl.sum(sequences, 0))",
+        "tl.store(counts + 4, tl.sum(sequences, 0))",
     ]
     if pairs:
         body += [
@@ -175,10 +199,10 @@ def counts(pairs: bool) -> Kernel:
             *indent(_SIDES),
             "    found = found + tl.where((chosen >= 0) & (rejected >= 0), 1.0, 0.0)",
             # Without a single valid token nothing exists, not even the constant of an empty pair.
-            "tl.store(counts + 2, tl.where(valid_count != 0.0, tl.sum(found, 0), 0.0))",
+            "tl.store(counts + 8, tl.where(valid_count != 0.0, tl.sum(found, 0), 0.0))",
         ]
     else:
-        body.append("tl.store(counts + 2, 0.0)")
+        body.append("tl.store(counts + 8, 0.0)")
     inputs = ["spans", "sums", *(["pairs"] if pairs else [])]
     scalars = ["span_count", "num_segments", *(["count_pairs"] if pairs else [])]
     return make_kernel("counts", inputs, scalars, ["counts"], ["CHUNK"], body, KERNEL_NAMES)
@@ -197,7 +221,7 @@ class _Counted(TermCode):
     """Counts come from the vector of ``counts``."""
 
     def count(self, name: str) -> str:
-        self.counts.append(f"{name}_here = tl.load(counts + {COUNTED.index(name)})")
+        self.counts.append(f"{name}_here = tl.load(counts + {COUNTED[name]})")
         return f"{name}_here"
 
     def number(self, slot: int, counted: str) -> str:

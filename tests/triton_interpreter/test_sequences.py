@@ -100,6 +100,18 @@ def test_few(segments: int, pairs: int) -> None:
     assert_equal_to_eager(inputs_of(37, 6, segments, pairs, "shuffled", seed=segments))
 
 
+@pytest.mark.parametrize("order", ["sorted", "shuffled", "with gaps"])
+@pytest.mark.parametrize("names", [("rl",), ("rl", "sums", "h"), ("tokens",)], ids=" ".join)
+def test_one_launch_that_needs_lengths_or_their_number(names: tuple[str, ...], order: str) -> None:
+    losses = LOSSES | {"tokens": GRPO()}
+    arrays = inputs_of(70, 5, 20, 0, order, seed=3)
+    del arrays["preference_pairs"]
+    assert_equal_to_eager(arrays, {name: losses[name] for name in names})
+    _, aux, _ = run(arrays | {"num_segments": 18}, "triton", {name: losses[name] for name in names})
+    assert aux.metrics[f"{names[0]}/num_segments"].isnan()
+    assert aux.losses[names[0]].isnan() == (names != ("tokens",))
+
+
 def test_segments_default_to_the_number_of_tokens_and_inputs_may_be_of_segments() -> None:
     arrays = inputs_of(30, 6, 4, 3, "shuffled")
     assert_equal_to_eager({key: value for key, value in arrays.items() if key != "num_segments"})
