@@ -67,23 +67,16 @@ def token_input(xp: Any, array: Array, inputs: Inputs, dtype: Any) -> Array:
 
 
 class Before(NamedTuple):
-    """What a launch that evaluates the terms itself needs of the tokens beforehand."""
+    """What a launch that evaluates the terms itself needs to know of the sequences beforehand."""
 
-    tokens: tuple[Array, ...]
     lengths: Array | None
-    sequence_count: Array | None
-    num_segments: Array | None
+    sequence_count: Array
 
 
 def before(xp: Any, plan: Plan, hyper: Sequence[Array], inputs: Inputs) -> Before:
-    """Per-token inputs (a segment's carried by its tokens), sequence lengths per token and their number."""
+    """The number of sequences and, where a reduction needs them, the lengths of the tokens' sequences."""
     seam = _Seam(xp, plan, hyper, {}, inputs, None, 1)
-    lengths = count = segments = None
-    if plan.needs_segments:
-        lengths, count = seam._carry(seam.lengths), seam.num_sequences
-    if any("num_segments" in loss.counts for loss in plan.losses):
-        segments = seam._segments_here()
-    return Before(tuple(seam.tokens), lengths, count, segments)
+    return Before(seam._carry(seam.lengths) if plan.needs_segments else None, seam._segments_here())
 
 
 class _Pending(NamedTuple):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -125,19 +123,19 @@ def _run(
     """One pass; with an upstream also its gradient, where one launch does everything."""
     columns, inputs = columns_of(static, logits), inputs_of(arrays, static.num_segments)
     call = make_call(logits, arrays.hyper, inputs)
-    shape, segments = shape_of(plan, call, columns), None
+    shape, tokens, extras = shape_of(plan, call, columns), _token_inputs(inputs), {}
     if is_fused(plan):
-        tokens, extras, segments = _beforehand(plan, inputs)
-        extras |= {f"token{n}": array for n, array in enumerate(tokens)}
-        result = fused(shape, call, extras, upstream, dtype, old)
+        extras = _lengths(plan, inputs)
+        values = {f"token{n}": array for n, array in enumerate(tokens)}
+        result = fused(shape, call, extras | values, upstream, dtype, old)
     elif is_sequenced(plan):
         ids: Any = inputs.segment_ids
         given = Segments(ids.reshape(-1), inputs.preference_pairs)
-        result = sequenced(shape, call, _token_inputs(inputs), given, inputs.num_segments)
+        result = sequenced(shape, call, tokens, given, inputs.num_segments)
     else:
         return _run_in_two(static, plan, arrays, logits, columns, inputs)
     evaluation = layout.evaluation(
-        plan, layout.layout_of(plan), result.scalars, result.rows, inputs.valid.shape, segments
+        plan, layout.layout_of(plan), result.scalars, result.rows, inputs.valid.shape, extras.get("sequence_count")
     )
     return Done(evaluation, result.saved, result.gradient)
 
@@ -155,14 +153,12 @@ def _run_in_two(
     )
 
 
-def _beforehand(plan: Plan, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any], Any]:
-    """Token inputs as vectors; sequence lengths and counts where a reduction or a metric needs them."""
-    counted = any("num_segments" in loss.counts for loss in plan.losses)
-    if not (plan.needs_segments or counted):
-        return _token_inputs(inputs), {}, None
+def _lengths(plan: Plan, inputs: Inputs) -> dict[str, Any]:
+    """Sequence lengths and counts, for one launch whose reductions or metrics need them."""
+    if not (plan.needs_segments or any("num_segments" in loss.counts for loss in plan.losses)):
+        return {}
     ids: Any = inputs.segment_ids
-    extras = sequence_lengths(inputs.valid.reshape(-1), ids.reshape(-1), inputs.num_segments, plan.needs_segments)
-    return _token_inputs(inputs), extras, extras["sequence_count"] if counted else None
+    return sequence_lengths(inputs.valid.reshape(-1), ids.reshape(-1), inputs.num_segments, plan.needs_segments)
 
 
 def _token_inputs(inputs: Inputs) -> list[jax.Array]:

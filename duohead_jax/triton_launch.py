@@ -277,32 +277,31 @@ class Segments(NamedTuple):
     pairs: jax.Array | None
 
 
+def _run(launched: Sequence[Any], values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Launches in order, and the values with what they give."""
+    from duohead.kernels.between import INTEGERS
+
+    found = dict(values)
+    outputs = {
+        name: jax.ShapeDtypeStruct(shape, jnp.int32 if name in INTEGERS else jnp.float32)
+        for name, shape in shapes.items()
+    }
+    for made in launched:
+        found |= start(made, found, outputs)
+    return found
+
+
 def sequence_lengths(valid: jax.Array, ids: jax.Array, number: int, per_token: bool) -> dict[str, jax.Array]:
     """``valid_count``, ``sequence_count`` and, with ``per_token``, the ``lengths`` of the tokens' sequences."""
-    from duohead.kernels import launch as launches
-    from duohead.kernels import sequences
+    from duohead.kernels import between
+    from duohead.kernels.sequences import COUNTED
 
-    count = valid.shape[0]
-    spans = launches.spans_of(count)
-    outputs = {
-        "spans": jax.ShapeDtypeStruct((sequences.SPAN_ROWS, spans), jnp.int32),
-        "sums": _float(1, number),
-        "counts": _float(sequences.COUNTS_SIZE),
-        "lengths": _float(count),
-    }
-    launched = [
-        launches.span_launch(sequences.spans(), count),
-        launches.sum_launch(sequences.lengths(), number),
-        launches.counts_launch(sequences.counts(False)),
-        *([launches.item_launch(sequences.carried_lengths(), count)] if per_token else []),
-    ]
+    over = between.Over(valid.shape[0], number)
 
     def launch(valid: jax.Array, ids: jax.Array) -> dict[str, jax.Array]:
-        values: dict[str, Any] = {"valid": valid, "segment_ids": ids}
-        values |= {"count_rows": count, "span_count": spans, "num_segments": number}
-        for made in launched:
-            values |= start(made, values, outputs)
-        found = {name: values["counts"][sequences.COUNTED[name]] for name in ("valid_count", "sequence_count")}
+        given = {"valid": valid, "segment_ids": ids, **between.scalars(over)}
+        values = _run(between.lengths(over, per_token), given, between.shapes(over))
+        found = {name: values["counts"][COUNTED[name]] for name in ("valid_count", "sequence_count")}
         return found | ({"lengths": values["lengths"]} if per_token else {})
 
     return in_turn(launch)(valid, ids)
@@ -310,53 +309,19 @@ def sequence_lengths(valid: jax.Array, ids: jax.Array, number: int, per_token: b
 
 def sequenced(shape: Shape, call: Call, tokens: Sequence[jax.Array], segments: Segments, number: int) -> Fused:
     """Losses, metrics and what the write needs where terms are over sequences: one read, small launches after."""
-    from duohead.kernels import build, sequences, terms
-    from duohead.kernels import launch as launches
+    from duohead.kernels import between, build, terms
 
-    plan, count = shape.plan, shape.rows
-    described = layout.layout_of(plan)
-    pairs = 0 if segments.pairs is None else segments.pairs.shape[0]
-    over = {"token": count, "sequence": number, "pair": pairs}
-    outputs = {
-        "spans": jax.ShapeDtypeStruct((sequences.SPAN_ROWS, launches.spans_of(count)), jnp.int32),
-        "rows": _float(len(terms.read_names(plan)), count),
-        "sums": _float(1 + len(plan.sums), number),
-        "counts": _float(sequences.COUNTS_SIZE),
-        "pair_cotangents": _float(len(sequences.pair_cotangents(plan)), pairs),
-        "cotangents": _float(len(sequences.sum_cotangents(plan)), number),
-        "saved": _float(len(layout.saved_names(plan)), count),
-        **{
-            f"partials_{kind}": _float(len(described.of_kind(kind)), launches.items_of(items))
-            for kind, items in over.items()
-        },
-    }
-    launched = [
-        launches.span_launch(sequences.spans(), count),
-        launches.sum_launch(sequences.sums(plan), number),
-        launches.counts_launch(sequences.counts(segments.pairs is not None)),
-        *([launches.item_launch(sequences.pairs(plan), pairs)] if plan.needs_pairs else []),
-        launches.item_launch(sequences.sequences(plan), number),
-        launches.item_launch(sequences.tokens(plan), count),
-    ]
+    plan = shape.plan
+    over = between.Over(shape.rows, number, None if segments.pairs is None else segments.pairs.shape[0])
+    outputs = {"rows": _float(len(terms.read_names(plan)), shape.rows)}
 
     def launch(call: Call, tokens: Sequence[jax.Array], segments: Segments) -> Fused:
         values: dict[str, Any] = {f"token{n}": array for n, array in enumerate(tokens)}
-        values |= {f"chunks_{kind}": launches.items_of(items) for kind, items in over.items()}
-        values |= {
-            "valid": call.valid,
-            "hyper": call.hyper,
-            "segment_ids": segments.ids,
-            "pairs": segments.pairs,
-            "count_rows": count,
-            "size": shape.size,
-            "span_count": launches.spans_of(count),
-            "num_segments": number,
-            "count_pairs": pairs,
-        }
+        values |= {"valid": call.valid, "hyper": call.hyper, "size": shape.size, **between.scalars(over)}
+        values |= {"segment_ids": segments.ids, "pairs": segments.pairs}
         kernel = build.read(plan, _flags(shape, gradient=False))
-        values |= _Launcher(shape, call).run("statistics", kernel, {"rows": outputs["rows"]})
-        for made in launched:
-            values |= start(made, values, outputs)
+        values |= _Launcher(shape, call).run("statistics", kernel, outputs)
+        values = _run(between.terms(plan, over), values, between.shapes(over, plan))
         return Fused(_results(plan, values), values["rows"], values["saved"], None)
 
     return in_turn(launch)(call, tokens, segments)

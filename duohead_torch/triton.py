@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -184,11 +184,7 @@ class TritonRunner:
         if setting.split_sequences or traced_shards or not (facts.fused or facts.sequenced):
             return evaluate_in_two(job, setting, logits)
         call = make_call(job.plan, hyper_vector(job.hyper), logits, job.inputs, setting.columns)
-        segments = None
-        if facts.fused:
-            tokens, extras, segments = _beforehand(job)
-        else:
-            tokens, extras = _token_inputs(job.inputs), {}
+        tokens, extras = _token_inputs(job.inputs), _lengths(job) if facts.fused else {}
         over = None if facts.fused else _segments(job.inputs)
         if setting.split_vocab:
             result = after_read(call, merged_rows(job, setting, logits), tokens, over, extras)
@@ -203,7 +199,7 @@ class TritonRunner:
             layout.of_vector(job.plan, facts.layout, result.scalars.unbind()),
             result.rows,
             tuple(job.inputs.valid.shape),
-            segments,
+            extras.get("sequence_count"),
         )
         return found._replace(coefficients=Saved(call.hyper, result.saved))  # type: ignore[arg-type]
 
@@ -238,12 +234,13 @@ def _scalar(upstream: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _two_program(plan: Plan, setting: Any) -> Any:
+def _program(function: Callable[..., Any], plan: Plan, setting: Any) -> Any:
+    """A function of a job, its setting and the logits, compiled for the plan and the setting."""
     from duohead_torch.compiled import compile_program
     from duohead_torch.runner import Job
 
-    def run(logits: torch.Tensor, hyper: tuple[torch.Tensor, ...], inputs: Any) -> engine.Evaluation:
-        return evaluate_in_two(Job(plan, hyper, inputs), setting, logits)
+    def run(logits: torch.Tensor, hyper: tuple[torch.Tensor, ...], inputs: Any) -> Any:
+        return function(Job(plan, hyper, inputs), setting, logits)
 
     return compile_program(run)
 
@@ -264,28 +261,17 @@ def _statistics_of_shards(job: Any, setting: Any, logits: torch.Tensor) -> torch
     return torch.stack([torch.where(job.inputs.valid, row, 0.0).reshape(-1) for row in rows])
 
 
-@functools.lru_cache(maxsize=256)
-def _shards_program(plan: Plan, setting: Any) -> Any:
-    from duohead_torch.compiled import compile_program
-    from duohead_torch.runner import Job
-
-    def run(logits: torch.Tensor, hyper: tuple[torch.Tensor, ...], inputs: Any) -> torch.Tensor:
-        return _statistics_of_shards(Job(plan, hyper, inputs), setting, logits)
-
-    return compile_program(run)
-
-
 def merged_rows(job: Any, setting: Any, logits: torch.Tensor) -> torch.Tensor:
     """The rows of ``terms.read_names`` from every shard's read: one launch, the collective, and small array code."""
     if logits.device.type == "cuda":
-        return _shards_program(job.plan, setting)(logits, job.hyper, job.inputs)
+        return _program(_statistics_of_shards, job.plan, setting)(logits, job.hyper, job.inputs)
     return _statistics_of_shards(job, setting, logits)
 
 
 def evaluate_in_two(job: Any, setting: Any, logits: torch.Tensor) -> engine.Evaluation:
     """The read as a launch, then the seam as array code: on a GPU a compiled program."""
     if logits.device.type == "cuda" and not torch.compiler.is_compiling():
-        return _two_program(job.plan, setting)(logits, job.hyper, job.inputs)
+        return _program(evaluate_in_two, job.plan, setting)(logits, job.hyper, job.inputs)
     found = engine.evaluate(
         namespace,
         job.plan,
@@ -322,20 +308,17 @@ def _segments(inputs: Inputs) -> Segments:
     return Segments(ids.reshape(-1).contiguous(), None if pairs is None else pairs.contiguous(), inputs.num_segments)
 
 
-def _beforehand(job: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor | None], torch.Tensor | None]:
-    """Token inputs as vectors; sequence lengths and counts where a reduction or a metric needs them."""
+def _lengths(job: Any) -> dict[str, torch.Tensor | None]:
+    """Sequence lengths and counts, for one launch whose reductions or metrics need them."""
     plan, inputs = job.plan, job.inputs
-    counted = any("num_segments" in loss.counts for loss in plan.losses)
-    if not (plan.needs_segments or counted):
-        return _token_inputs(inputs), {}, None
+    if not (plan.needs_segments or any("num_segments" in loss.counts for loss in plan.losses)):
+        return {}
     if not torch.compiler.is_compiling():
         valid = inputs.valid.reshape(-1).contiguous()
-        extras = sequence_lengths(valid, _segments(inputs), plan.needs_segments)
-        return _token_inputs(inputs), dict(extras), extras["sequence_count"] if counted else None
+        return dict(sequence_lengths(valid, _segments(inputs), plan.needs_segments))
     found = before(namespace, plan, job.hyper, inputs)
-    tokens = tuple(array.reshape(-1).contiguous() for array in found.tokens)
     lengths = None if found.lengths is None else found.lengths.reshape(-1)
-    return tokens, {"lengths": lengths, "sequence_count": found.sequence_count}, found.num_segments
+    return {"lengths": lengths, "sequence_count": found.sequence_count}
 
 
 def _target(logits: torch.Tensor, out: torch.Tensor | None, accumulate: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -199,7 +199,7 @@ def fused(
     if torch.compiler.is_compiling():
         found = torch.ops.duohead.fused(*_operands(call), tokens, extras.get("lengths"), extras.get("sequence_count"))
         return Fused(*found)
-    from duohead.kernels import build, launch
+    from duohead.kernels import build
 
     plan, make = call.plan, call.hyper.new_empty
     count = call.logits.shape[0]
@@ -207,13 +207,20 @@ def fused(
     saved = make(len(layout.saved_names(plan)), count)
     values: dict[str, Any] = {f"token{n}": array for n, array in enumerate(tokens)}
     values |= extras
-    if "valid_count" in build.extra_inputs(plan) and "valid_count" not in values:
-        values["valid_count"] = make(1)
-        counting = launch.count_launch(build.count_valid())
-        _start(counting, {"valid": call.valid, "count_rows": count, "valid_count": values["valid_count"]})
+    _count_valid(call, values)
     kernel = build.fused(plan, _flags(call, gradient=gradient is not None, accumulate=accumulate))
     _Launcher(call, gradient).run("fused", kernel, rows=rows, saved=saved, upstream=upstream, **values)
     return Fused(reduce(call, rows, values), rows, saved)
+
+
+def _count_valid(call: Call, values: dict[str, Any]) -> None:
+    """Counts the valid tokens where a reduction needs their number and nothing has counted them yet."""
+    from duohead.kernels import build, launch
+
+    if "valid_count" in build.extra_inputs(call.plan) and "valid_count" not in values:
+        values["valid_count"] = call.hyper.new_empty(1)
+        given = {"valid": call.valid, "count_rows": call.logits.shape[0], "valid_count": values["valid_count"]}
+        _start(launch.count_launch(build.count_valid()), given)
 
 
 def reduce(call: Call, rows: torch.Tensor, values: dict[str, Any]) -> torch.Tensor:
@@ -245,32 +252,27 @@ class Segments(NamedTuple):
     number: int
 
 
+def _run(launched: Sequence[Any], values: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Launches in order, each into buffers of its own, which join the values."""
+    from duohead.kernels.between import INTEGERS
+
+    for made in launched:
+        for name in made.kernel.outputs:
+            dtype = torch.int32 if name in INTEGERS else torch.float32
+            values[name] = torch.empty(shapes[name], dtype=dtype, device=values["valid"].device)
+        _start(made, values)
+
+
 def sequence_lengths(valid: torch.Tensor, segments: Segments, per_token: bool) -> dict[str, torch.Tensor]:
     """``valid_count``, ``sequence_count`` and, with ``per_token``, the ``lengths`` of the tokens' sequences."""
-    from duohead.kernels import launch, sequences
+    from duohead.kernels import between
+    from duohead.kernels.sequences import COUNTED
 
-    def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=valid.device)
-
-    count, number = valid.shape[0], segments.number
-    values: dict[str, Any] = {
-        "valid": valid,
-        "segment_ids": segments.ids,
-        "count_rows": count,
-        "span_count": launch.spans_of(count),
-        "num_segments": number,
-        "spans": make(sequences.SPAN_ROWS, launch.spans_of(count), dtype=torch.int32),
-        "sums": make(1, number),
-        "counts": make(sequences.COUNTS_SIZE),
-    }
-    _start(launch.span_launch(sequences.spans(), count), values)
-    _start(launch.sum_launch(sequences.lengths(), number), values)
-    _start(launch.counts_launch(sequences.counts(False)), values)
-    found = {name: values["counts"][sequences.COUNTED[name]] for name in ("valid_count", "sequence_count")}
-    if per_token:
-        found["lengths"] = make(count)
-        _start(launch.item_launch(sequences.carried_lengths(), count), values | found)
-    return found
+    over = between.Over(valid.shape[0], segments.number)
+    values: dict[str, Any] = {"valid": valid, "segment_ids": segments.ids, **between.scalars(over)}
+    _run(between.lengths(over, per_token), values, between.shapes(over))
+    found = {name: values["counts"][COUNTED[name]] for name in ("valid_count", "sequence_count")}
+    return found | ({"lengths": values["lengths"]} if per_token else {})
 
 
 def sequenced(call: Call, tokens: Sequence[torch.Tensor], segments: Segments) -> Fused:
@@ -292,69 +294,22 @@ def after_read(
     extras: dict[str, torch.Tensor | None] | None = None,
 ) -> Fused:
     """What follows a read whose ``rows`` are those of ``terms.read_names``; segments where a term is over sequences."""
-    from duohead.kernels import build, launch, sequences
+    from duohead.kernels import between, build, launch
 
-    plan, make, count = call.plan, call.hyper.new_empty, call.logits.shape[0]
+    plan, count = call.plan, call.logits.shape[0]
+    over = between.Over(count)
     values: dict[str, Any] = {f"token{n}": array for n, array in enumerate(tokens)}
-    values |= {
-        **(extras or {}),
-        "valid": call.valid,
-        "hyper": call.hyper,
-        "count_rows": count,
-        "size": call.size,
-        "rows": rows,
-        "saved": make(len(layout.saved_names(plan)), count),
-        "scalars": make(layout.scalar_count(plan)),
-    }
-    if segments is not None:
-        values |= _over_sequences(call, values, segments)
-    elif "valid_count" in build.extra_inputs(plan) and "valid_count" not in values:
-        values["valid_count"] = make(1)
-        _start(launch.count_launch(build.count_valid()), values)
-    values |= _partials(call, "token", count)
-    _start(launch.item_launch(sequences.tokens(plan), count), values)
+    values |= {**(extras or {}), "valid": call.valid, "hyper": call.hyper, "size": call.size, "rows": rows}
+    if segments is None:
+        _count_valid(call, values)
+    else:
+        over = between.Over(count, segments.number, None if segments.pairs is None else segments.pairs.shape[0])
+        values |= {"segment_ids": segments.ids, "pairs": segments.pairs}
+    values |= between.scalars(over)
+    _run(between.terms(plan, over), values, between.shapes(over, plan))
+    values["scalars"] = call.hyper.new_empty(layout.scalar_count(plan))
     _start(launch.results_launch(build.results(plan)), values)
     return Fused(values["scalars"], rows, values["saved"])
-
-
-def _partials(call: Call, kind: str, count: int) -> dict[str, Any]:
-    """Where the chunks of tokens, sequences or pairs put what they reduce."""
-    from duohead.kernels import launch
-
-    chunks = launch.items_of(count)
-    rows = len(layout.layout_of(call.plan).of_kind(kind))
-    return {f"chunks_{kind}": chunks, f"partials_{kind}": call.hyper.new_empty(rows, chunks)}
-
-
-def _over_sequences(call: Call, given: dict[str, Any], segments: Segments) -> dict[str, Any]:
-    """Sequence sums, counts, and the terms over sequences and pairs."""
-    from duohead.kernels import launch, sequences
-
-    plan, make, count, number = call.plan, call.hyper.new_empty, call.logits.shape[0], segments.number
-    pairs = 0 if segments.pairs is None else segments.pairs.shape[0]
-    spans = launch.spans_of(count)
-    found = {
-        "segment_ids": segments.ids,
-        "pairs": segments.pairs,
-        "span_count": spans,
-        "num_segments": number,
-        "count_pairs": pairs,
-        "spans": torch.empty(sequences.SPAN_ROWS, spans, dtype=torch.int32, device=call.logits.device),
-        "sums": make(1 + len(plan.sums), number),
-        "counts": make(sequences.COUNTS_SIZE),
-        "pair_cotangents": make(len(sequences.pair_cotangents(plan)), pairs),
-        "cotangents": make(len(sequences.sum_cotangents(plan)), number),
-        **_partials(call, "sequence", number),
-        **_partials(call, "pair", pairs),
-    }
-    values = given | found
-    _start(launch.span_launch(sequences.spans(), count), values)
-    _start(launch.sum_launch(sequences.sums(plan), number), values)
-    _start(launch.counts_launch(sequences.counts(segments.pairs is not None)), values)
-    if plan.needs_pairs:
-        _start(launch.item_launch(sequences.pairs(plan), pairs), values)
-    _start(launch.item_launch(sequences.sequences(plan), number), values)
-    return found
 
 
 from duohead_torch import triton_ops  # noqa: E402, F401  (registers the operators)

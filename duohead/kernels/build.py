@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from duohead.kernels import row, sweeps, terms
 from duohead.kernels.bind import KERNEL_NAMES, bound
@@ -46,6 +46,16 @@ def _scalars(plan: Plan, gradient: bool) -> list[str]:
         *(f"teacher{a}_stride" for a in sweeps.teacher_arrays(plan)),
         *(["gradient_stride"] if gradient else []),
     ]
+
+
+def token_names(plan: Plan) -> list[str]:
+    """The inputs per token."""
+    return [f"token{n}" for n, _ in enumerate(plan.input_names)]
+
+
+def names_of(code: terms.TermCode) -> dict[str, Any]:
+    """The globals of a kernel that calls terms."""
+    return {**KERNEL_NAMES, **{name: bound(item) for name, item in code.functions.items()}}
 
 
 def _start(plan: Plan, flags: Flags, gradient: bool) -> list[str]:
@@ -111,14 +121,14 @@ def fused(plan: Plan, flags: Flags) -> Kernel:
         body += _write(plan, flags)
     inputs = [
         *_inputs(plan, flags),
-        *(f"token{n}" for n, _ in enumerate(plan.input_names)),
+        *token_names(plan),
         *extra_inputs(plan),
         *(["upstream"] if flags.gradient else []),
         *(["old"] if flags.accumulate and flags.gradient else []),
     ]
     outputs = ["rows", "saved", *(["gradient"] if flags.gradient else [])]
-    names = {**KERNEL_NAMES, **{name: bound(item) for name, item in code.functions.items()}}
-    return make_kernel("fused", inputs, _scalars(plan, flags.gradient), outputs, CONSTANTS, _one_row(body), names)
+    scalars = _scalars(plan, flags.gradient)
+    return make_kernel("fused", inputs, scalars, outputs, CONSTANTS, _one_row(body), names_of(code))
 
 
 def extra_inputs(plan: Plan) -> tuple[str, ...]:
@@ -152,10 +162,7 @@ def read(plan: Plan, flags: Flags) -> Kernel:
         *_read(plan, flags),
         *row.statistics(plan, flags.labels),
         *(sweeps.sweep_jsd(plan) if plan.has_jsd else []),
-        *(
-            f"tl.store(rows + {n} * count_rows + row, tl.where(valid_row, {name}, 0.0))"
-            for n, name in enumerate(terms.read_names(plan))
-        ),
+        *row.store("rows", terms.read_names(plan)),
     ]
     return make_kernel(
         "read", _inputs(plan, flags), _scalars(plan, False), ["rows"], CONSTANTS, _one_row(body), KERNEL_NAMES
@@ -165,12 +172,11 @@ def read(plan: Plan, flags: Flags) -> Kernel:
 @functools.lru_cache(maxsize=256)
 def jsd(plan: Plan, flags: Flags) -> Kernel:
     """The JSD's sweep alone, from saved normalisers."""
-    names = sweeps.jsd_sums(plan)
     body = [
         *_start(plan, flags, False),
         *row.load_normalisers(plan),
         *sweeps.sweep_jsd(plan),
-        *(f"tl.store(rows + {n} * count_rows + row, tl.where(valid_row, {name}, 0.0))" for n, name in enumerate(names)),
+        *row.store("rows", sweeps.jsd_sums(plan)),
     ]
     inputs = [*_inputs(plan, flags), "saved"]
     return make_kernel("jsd", inputs, _scalars(plan, False), ["rows"], CONSTANTS, _one_row(body), KERNEL_NAMES)
@@ -204,6 +210,13 @@ def write(plan: Plan, flags: Flags) -> Kernel:
 
 #: tokens per program of the reduction's first step
 CHUNK = 1024
+#: what a program over a chunk of tokens begins with
+CHUNK_OF_TOKENS = [
+    "chunk = tl.program_id(0)",
+    "tokens = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)",
+    "inside = tokens < count_rows",
+    "exists = tl.load(valid + tokens, mask=inside, other=0) != 0",
+]
 
 
 @functools.lru_cache(maxsize=1)
@@ -249,18 +262,11 @@ def reduce_chunk(plan: Plan, kind: str, each: str = "1.0") -> list[str]:
 @functools.lru_cache(maxsize=256)
 def partial(plan: Plan) -> Kernel:
     """Values, measures and the first step of their reductions: one program per chunk of tokens, in a fixed order."""
-    body = [
-        "chunk = tl.program_id(0)",
-        "tokens = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)",
-        "inside = tokens < count_rows",
-        "exists = tl.load(valid + tokens, mask=inside, other=0) != 0",
-    ]
     code = terms.TokenCode(plan)
-    body += code.lines()
-    body += reduce_chunk(plan, "token")
-    inputs = ["valid", "rows", "hyper", *(f"token{n}" for n, _ in enumerate(plan.input_names)), *extra_inputs(plan)]
-    names = {**KERNEL_NAMES, **{name: bound(item) for name, item in code.functions.items()}}
-    return make_kernel("partial", inputs, ["count_rows", "chunks_token"], ["partials_token"], ["CHUNK"], body, names)
+    body = [*CHUNK_OF_TOKENS, *code.lines(), *reduce_chunk(plan, "token")]
+    inputs = ["valid", "rows", "hyper", *token_names(plan), *extra_inputs(plan)]
+    scalars = ["count_rows", "chunks_token"]
+    return make_kernel("partial", inputs, scalars, ["partials_token"], ["CHUNK"], body, names_of(code))
 
 
 @functools.lru_cache(maxsize=256)

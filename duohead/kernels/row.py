@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from duohead.kernels import sweeps
 from duohead.kernels.layout import saved_names
 from duohead.plan import Plan
@@ -126,9 +128,13 @@ def apply_upstream(plan: Plan) -> list[str]:
 
 def store_saved(plan: Plan) -> list[str]:
     """Stores normalisers and coefficients, so that the gradient can be written again."""
+    return store("saved", saved_names(plan))
+
+
+def store(target: str, names: Iterable[str]) -> list[str]:
+    """Stores the row's values as its column of ``target``; 0 for a row that does not exist."""
     return [
-        f"tl.store(saved + {n} * count_rows + row, tl.where(valid_row, {name}, 0.0))"
-        for n, name in enumerate(saved_names(plan))
+        f"tl.store({target} + {n} * count_rows + row, tl.where(valid_row, {name}, 0.0))" for n, name in enumerate(names)
     ]
 
 

@@ -9,10 +9,9 @@ order by one program, never with atomics: two calls give the same bits, and so d
 from __future__ import annotations
 
 import functools
-from typing import Any
 
-from duohead.kernels.bind import KERNEL_NAMES, bound
-from duohead.kernels.build import extra_inputs, reduce_chunk
+from duohead.kernels.bind import KERNEL_NAMES
+from duohead.kernels.build import CHUNK_OF_TOKENS, extra_inputs, names_of, reduce_chunk, token_names
 from duohead.kernels.eligible import is_fused
 from duohead.kernels.layout import statistic_key
 from duohead.kernels.source import Kernel, indent, make_kernel
@@ -29,12 +28,6 @@ _SEGMENTS = [
     "segment = tl.load(segment_ids + tokens, mask=inside, other=-1).to(tl.int64)",
     "named = exists & (segment >= 0)",
     "known = named & (segment < num_segments)",
-]
-_CHUNK_OF_TOKENS = [
-    "chunk = tl.program_id(0)",
-    "tokens = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)",
-    "inside = tokens < count_rows",
-    "exists = tl.load(valid + tokens, mask=inside, other=0) != 0",
 ]
 
 
@@ -54,10 +47,6 @@ def _differentiated(plan: Plan, kinds: tuple[str, ...]) -> list[Operand]:
     return [operand for part in parts for operand in part.differentiable]
 
 
-def _token_names(plan: Plan) -> list[str]:
-    return [f"token{n}" for n, _ in enumerate(plan.input_names)]
-
-
 def _mean(total: str, length: str) -> str:
     return f"{total} / tl.where({length} > 0.0, {length}, 1.0)"
 
@@ -69,7 +58,7 @@ def _mean(total: str, length: str) -> str:
 def spans() -> Kernel:
     """Which segments a span of tokens holds: one program each."""
     body = [
-        *_CHUNK_OF_TOKENS,
+        *CHUNK_OF_TOKENS,
         *_SEGMENTS,
         "first = tl.min(tl.where(known, segment, num_segments), 0).to(tl.int32)",
         "last = tl.max(tl.where(known, segment, -1), 0).to(tl.int32)",
@@ -121,7 +110,7 @@ def lengths() -> Kernel:
 def carried_lengths() -> Kernel:
     """The length of each token's sequence, 0 at tokens of none."""
     body = [
-        *_CHUNK_OF_TOKENS,
+        *CHUNK_OF_TOKENS,
         *_SEGMENTS,
         "tl.store(lengths + tokens, tl.load(sums + segment, mask=known, other=0.0), mask=inside)",
     ]
@@ -144,7 +133,7 @@ def sums(plan: Plan) -> Kernel:
         load(wanted.base) if wanted.minus is None else f"{load(wanted.base)} - {load(wanted.minus)}"
         for wanted in plan.sums
     ]
-    return _sums("sums", values, ["rows", *_token_names(plan)])
+    return _sums("sums", values, ["rows", *token_names(plan)])
 
 
 def _sums(name: str, values: list[str], inputs: list[str]) -> Kernel:
@@ -308,7 +297,7 @@ def pairs(plan: Plan) -> Kernel:
         ["pair_cotangents", "partials_pair"],
         ["CHUNK"],
         body,
-        _names(code),
+        names_of(code),
     )
 
 
@@ -409,7 +398,7 @@ def sequences(plan: Plan) -> Kernel:
         ["cotangents", "partials_sequence"],
         ["CHUNK", "PAIRS"],
         body,
-        _names(code),
+        names_of(code),
     )
 
 
@@ -454,17 +443,13 @@ def tokens(plan: Plan) -> Kernel:
     else:
         code = SequencedTokenCode(plan)
         segments, inputs, scalars = _SEGMENTS, ["segment_ids", "sums", "cotangents", "counts"], ["num_segments"]
-    body = [*_CHUNK_OF_TOKENS, *segments, *code.lines(), *reduce_chunk(plan, "token")]
+    body = [*CHUNK_OF_TOKENS, *segments, *code.lines(), *reduce_chunk(plan, "token")]
     return make_kernel(
         "tokens",
-        ["valid", "rows", "hyper", *_token_names(plan), *inputs],
+        ["valid", "rows", "hyper", *token_names(plan), *inputs],
         ["count_rows", "size", "chunks_token", *scalars],
         ["saved", "partials_token"],
         ["CHUNK"],
         body,
-        _names(code),
+        names_of(code),
     )
-
-
-def _names(code: TermCode) -> dict[str, Any]:
-    return {**KERNEL_NAMES, **{name: bound(item) for name, item in code.functions.items()}}

@@ -8,6 +8,7 @@ from typing import Any
 from duohead.fold import FOLD_PAIRING, FOLD_SOFTMAX
 from duohead.kernels import sweeps
 from duohead.kernels.layout import layout_of, saved_names, statistic_key
+from duohead.kernels.row import store
 from duohead.plan import Operand, Plan, PlannedLoss
 from duohead.statistics import Normalisers, Statistics
 from duohead.term import Bound
@@ -227,10 +228,7 @@ class RowCode(FoldCode):
 
     def store_statistics(self) -> list[str]:
         """Stores what ``TokenCode`` reads."""
-        return [
-            f"tl.store(rows + {n} * count_rows + row, tl.where(valid_row, {statistic_name(key, self.plan)}, 0.0))"
-            for n, key in enumerate(layout_of(self.plan).stored)
-        ]
+        return store("rows", [statistic_name(key, self.plan) for key in layout_of(self.plan).stored])
 
 
 class TokenCode(TermCode):

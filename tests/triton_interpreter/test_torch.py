@@ -373,7 +373,7 @@ def test_merged_shards_as_one_graph(name: str) -> None:
     x, inputs, columns = parts[0]
     job, setting = Job(plan, hyper, inputs), Setting(columns, _Shards(torch.stack(rows), 256), True, False)
     expected = triton._statistics_of_shards(job, setting, x)
-    found = triton._shards_program(plan, setting)(x, hyper, inputs)
+    found = triton._program(triton._statistics_of_shards, plan, setting)(x, hyper, inputs)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     call = triton_launch.make_call(plan, torch.stack(list(hyper)), logits, shard(0, 600)[1], Columns(0, 600, False))
     from duohead.kernels import build
